@@ -27,13 +27,15 @@ for folder in logs launch; do
   # JOB.RESTARTS.ID, or DATE-TIME-PID of `submit`; the newest first
   mapfile -t names < <(find . -maxdepth 1 -type d -user "$(id -un)" "${age[@]+"${age[@]}"}" -printf '%T@ %f\n' | sort -rn | cut -d ' ' -f 2- |
     grep -xE '[0-9]+\.[0-9]+\.[0-9a-f]{6}|[0-9]{8}-[0-9]{6}-[0-9]+')
+  # of a script that was killed
+  find . -maxdepth 1 -type f -user "$(id -un)" -name '*.tar.*partial' -mtime +0 -delete
   for name in "${names[@]:$keep}"; do
     in_use "$name" && continue
-    # An archive that has its final name is whole, also if this script was killed before it has deleted the folder.
-    if [ ! -e "$name.tar" ]; then
-      tar -cf "$name.tar.partial" "$name" || continue
-      mv "$name.tar.partial" "$name.tar" || continue
-    fi
-    rm -rf -- "$name"
+    # An archive that has its final name is whole, also if this script was killed before it has deleted the folder, or
+    # if another job packs the same folder and has begun to delete it.
+    partial=$name.tar.$start.partial
+    [ -e "$name.tar" ] || { tar -cf "$partial" "$name" && mv -n "$partial" "$name.tar"; }
+    rm -f "$partial"
+    [ ! -e "$name.tar" ] || rm -rf -- "$name"
   done
 done

@@ -58,6 +58,7 @@ INTENDED = 64
 # minutes before a requeue, or a retry in the same job, after so many failures in a row
 RETRIES = "now,10,30,60,60,60"
 UNITS = (1, 60, 3600, 86400)  # seconds
+PORT = r"[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]"
 NOW_OR_LATER = 2  # minutes before a requeue instead of a retry "now"
 LEAD = 300  # seconds of sbatch --signal in the batch scripts
 # of a job whose failures cannot be counted (also in the batch scripts)
@@ -405,7 +406,7 @@ class Supervisor:
         endpoint = self._checked(
             name="ENDPOINT",
             default="",
-            pattern=r"(\[.+\]|[^:]*)(?::([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?",
+            pattern=rf"(\[.+\]|[^:]*)(?::({PORT}))?",
             expected="HOST, :PORT or HOST:PORT",
         )
         self.head, self.port = endpoint.groups()

@@ -463,3 +463,14 @@ def test_a_deletion_holds_up_nothing(tmp_path, monkeypatch):
     # the first is gone: somebody else deleted it
     delete([tmp_path / "purging-2", *doomed])
     assert os.listdir(tmp_path) == []
+
+
+def test_hashes_that_are_a_folder(tmp_path):
+    """No start ends with a traceback because of it."""
+    path = tmp_path / "step-4"
+    (path / "hashes.json").mkdir(parents=True)
+    assert not integrity.can_be_finished(path)
+    (path / "hashes.json").rmdir()
+    (path / "hashes.json").write_text('{"algorithm": "xxh3_128", "files": {}}')
+    (path / ".metadata.tmp").mkdir()
+    assert not integrity.can_be_finished(path)

@@ -40,7 +40,9 @@ def all_origins(sample, folder):
     copied(other, 3, run)
     for _ in range(2):
         with pytest.raises(
-            RefusedError, match=r"step-3 was saved by another run.*allow_unverified"
+            RefusedError,
+            match=rf"step-3 was saved by another run, whose run_id is {ids[1].strip()} "
+            rf"and not {ids[0].strip()}.*allow_unverified",
         ):
             train(sample, run, *options(4))
     assert events(run)[-1] == ("refused", 3)

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace as Section
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from tests.distributed import spawn
 from tests.mesh import build
+from titan_disp import retry
 from titan_disp.run import liveness, peers
 from titan_disp.run.liveness import Aside, Heartbeat, StopRequest, Stragglers, straggler
 from titan_disp.run.peers import Peers
@@ -369,6 +371,55 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_step(
     assert (asked, request()) == (False, True)
 
 
+def failing(number=errno.EIO):
+    return Mock(side_effect=OSError(number, os.strerror(number)))
+
+
+def test_a_job_s_stop_file_that_cannot_be_read_for_a_moment_is_no_users(
+    tmp_path, start, monkeypatch
+):
+    """A user's file would hold the run for good."""
+    read_text = Path.read_text
+    file = tmp_path / "stop"
+    outages = [1, 1]
+
+    def sometimes(path, **options):
+        if outages:
+            outages.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_text(path, **options)
+
+    monkeypatch.setattr(retry, "sleep", lambda _: None)
+    monkeypatch.setattr(Path, "read_text", sometimes)
+    file.write_text("7.1")
+    request = start()  # removes it
+    assert not file.exists()
+    outages.append(1)
+    file.write_text("7.2")
+    assert (request(), request.signalled()) == (False, False)
+    assert (request(), request.signalled()) == (True, True)
+    outages.append(1)
+    assert not request.held()
+    outages.append(1)
+    request.done()
+    assert not file.exists()
+    file.touch()
+    monkeypatch.setattr(Path, "read_text", failing(errno.EACCES))
+    assert request.held()  # of another user
+
+
+def test_a_heartbeat_that_fails_is_written_again(tmp_path, heartbeat, monkeypatch):
+    """Otherwise, a long save would end as a step that has taken too long."""
+    beat = heartbeat(tmp_path)
+    beat.begin("step", 3)
+    assert read(tmp_path, beat)["doing"] == "step"
+    beat.begin("save", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing())
+        beat.write()
+    assert read(tmp_path, beat)["doing"] == "save"
+
+
 @pytest.fixture
 def ranks(tmp_path, clock, heartbeat):
     """Three ranks that share a store, at the beginning of step 4."""
@@ -435,7 +486,7 @@ def test_a_rank_that_has_stopped_and_rank_0_itself_are_named(clock, ranks, names
     pass_time(clock, ranks, 5)
     pass_time(clock, [first, third], 50)
     said = (
-        "all ranks wait for rank 1 on n2: reading data at step 4, for 5 s; it does not"
+        "all ranks wait for rank 1 on n2: reading data at step 4, for 55 s; it does not"
     )
     assert first.heartbeat.waits_for.startswith(said)
     second.heartbeat.go_on("step", 4)
@@ -443,6 +494,19 @@ def test_a_rank_that_has_stopped_and_rank_0_itself_are_named(clock, ranks, names
     pass_time(clock, ranks, 10)
     said = "all ranks wait for rank 0 on n2: reading data at step 4, for 65 s"
     assert first.heartbeat.waits_for == said
+
+
+def test_the_log_says_that_a_rank_does_not_answer(clock, ranks, names, caplog):
+    """It is known after the first warning."""
+    first, _, third = ranks
+    for peer in (first, third):
+        peer.heartbeat.go_on("step", 4)
+    pass_time(clock, ranks, 5)
+    pass_time(clock, [first, third], 50)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"all ranks wait for rank 1 on n2: reading data at step 4, for {text}"
+        for text in ("20 s", "30 s; it does not answer any more")
+    ]
 
 
 def test_slow_steps_are_usual_and_a_store_that_has_ended_is_no_error(

@@ -2,21 +2,25 @@
 and whatever a start that was killed has left.
 """
 
+import errno
 import json
 import multiprocessing
 import os
 import socket
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torchtitan.config import JobConfig
 
+from titan_disp import retry
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.run import lock
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.lock import LEFT, LIFE, RENEWAL, Lock, machine
-from titan_disp.run.storage import write_json
+from titan_disp.run.storage import PATIENCE, write_json
 
 DEAD = {"id": "x", "host": socket.gethostname(), "pid": 1 << 22, "began": "1"}
 
@@ -135,6 +139,7 @@ def test_a_start_that_lives_on_another_machine_is_left_alone(
     os.utime(tmp_path / ".lock", (time.time() - LIFE,) * 2)
     message = (
         rf"in use by another job \(host far, pid 4194304, SLURM job {job or 'none'}\)"
+        ".* if it is a copy of the other job's folder, delete its .lock$"
     )
     with pytest.raises(InUseError, match=message):
         RunFolder(job_config(tmp_path), 1)
@@ -222,3 +227,73 @@ def test_a_forked_process_keeps_no_lock(tmp_path):
     assert held.owner() == held.holder
     del held
     assert not (tmp_path / ".lock").exists()
+
+
+GARBAGE = {
+    "of a process without an id": {"machine": machine(), "pid": None},
+    "with text for an id": {**DEAD, "machine": machine(), "pid": "x"},
+    "with too large an id": {**DEAD, "machine": machine(), "pid": 1 << 70},
+    "of a group of processes": {**DEAD, "machine": machine(), "pid": -1},
+    "nested": None,
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_lock_with_garbage_is_watched(tmp_path, watch, name):
+    content = json.dumps(GARBAGE[name])
+    if GARBAGE[name] is None:
+        content = "[" * 100_000
+    (tmp_path / ".lock").write_text(content)
+    RunFolder(job_config(tmp_path), 1).close()
+    assert watch.seconds == LIFE
+
+
+def test_a_lock_that_is_a_dangling_link(tmp_path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        Lock(tmp_path)
+
+
+def test_a_start_knows_its_own_lock_whose_creation_has_failed(tmp_path, monkeypatch):
+    """The server has the whole file, but its answer was an error, and so it was when
+    the start deleted the file.
+    """
+    dump = json.dump
+    unlink = Path.unlink
+    failures = []
+
+    def fails(*arguments):
+        dump(*arguments)
+        failures.append("dump")
+        raise OSError(errno.EIO, "Input/output error")
+
+    def fails_once(path):
+        if failures == ["dump"]:
+            failures.append("unlink")
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path)
+
+    monkeypatch.setattr(lock.json, "dump", fails)
+    monkeypatch.setattr(Path, "unlink", fails_once)
+    monkeypatch.setattr(retry, "sleep", lambda _: None)
+    run = RunFolder(job_config(tmp_path), 1)
+    assert failures == ["dump", "unlink"]
+    assert run.owned
+    run.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_renewal_that_fails_is_tried_again_at_once(tmp_path, watch, monkeypatch):
+    """Another start watches a lock for longer than a file system may fail."""
+    assert LIFE > PATIENCE + RENEWAL
+    held = Lock(tmp_path)
+    file = tmp_path / ".lock"
+    os.utime(file, (1, 1))
+    watch.seconds += RENEWAL
+    with monkeypatch.context() as patched:
+        failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        patched.setattr(lock.os, "utime", failing)
+        held.renew()
+    held.renew()
+    assert file.stat().st_mtime > 1
+    held.close()

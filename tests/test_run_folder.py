@@ -22,7 +22,7 @@ from titan_disp.checks import check_device
 from titan_disp.errors import ConfigError, InUseError
 from titan_disp.objective import LossLedger
 from titan_disp.run import reader
-from titan_disp.run.folder import RunFolder, continue_wandb
+from titan_disp.run.folder import RunFolder, continue_wandb, read_id
 from titan_disp.run.metrics import DispersionMetrics
 from titan_disp.run.storage import append_json, write_json
 from titan_disp.train import DispTrainer
@@ -323,3 +323,13 @@ def test_a_named_pipe_is_not_waited_for(tmp_path, name, read):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="is not a regular file"):
         read(tmp_path)
+
+
+def test_an_id_that_cannot_be_read(tmp_path):
+    file = tmp_path / "run_id"
+    file.write_bytes(b"\xff\n")
+    assert read_id(file) == "\ufffd"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError, match="run_id' is not a regular file"):
+        read_id(file)

@@ -111,6 +111,22 @@ def steps_back(sample, folder):
             assert len([e for e in names(other) if e[0] == "step_back"]) == 1
         dist.barrier()
 
+    # A damaged checkpoint before the newest one is passed over.
+    damaged = folder / "damaged"
+    with pytest.raises(RuntimeError, match="crashed on purpose"):
+        train(sample, damaged, *OPTIONS, faults="crash:7@0,crash:7@1")
+    if dist.get_rank() == 0:
+        file = damaged / "checkpoint" / "step-4" / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    assert train(sample, damaged, *OPTIONS, faults="nan_loss:7-9@1") == STEPS
+    if dist.get_rank() == 0:
+        (event,) = [e for e in read_events(damaged) if e["event"] == "step_back"]
+        assert (event["step"], event["checkpoint"]) == (9, 2)
+    dist.barrier()
+
     # The second time, also of a later start, the run is refused.
     again = folder / "again"
     with pytest.raises(RuntimeError, match="crashed on purpose"):
@@ -142,3 +158,7 @@ def test_a_step_back_counts_once_it_is_saved():
     assert step_back(events) is None
     again = {"event": "step_back", "step": 8}
     assert step_back([*events, again, {"event": "checkpoint", "step": 8}]) == 8
+    assert step_back([*events, {**again, "event": "resume"}]) == 7
+    # from an earlier checkpoint, where the weights were good after all
+    resumed = [{"event": "resume", "step": 4}, {"event": "checkpoint", "step": 8}]
+    assert step_back(events + resumed) is None

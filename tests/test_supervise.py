@@ -1484,9 +1484,9 @@ def test_a_setting_that_is_no_number(cluster):
             "HOST, :PORT or HOST:PORT",
             "n1:high",
             "n1:0",
-            "n1:65536",
-            "n1:70000",
             "fe80::1",
+            "n1:65536",
+            ":65536",
         ),
         "CHECK_SECONDS": ("a number", "nan", "inf", "-1"),
     }.items():
@@ -2094,14 +2094,41 @@ class TestPack:
 
     def test_a_script_that_was_killed_while_it_packed(self, cluster, run):
         """Once while it wrote an archive, and once while it deleted the folder."""
-        (run / "logs" / "1.0.000001.tar.partial").write_text("half")
+        half = run / "logs" / "1.0.000001.tar.1.0.00000a.partial"
+        half.write_text("half")
+        os.utime(half, (1, 1))
         self.pack(cluster, self.JOBS)
+        assert not half.exists()
         whole = (run / "logs" / "1.0.000001.tar").read_bytes()
         (run / "logs" / "1.0.000001").mkdir()
         os.utime(run / "logs" / "1.0.000001", (1, 1))
         self.pack(cluster, self.JOBS)
         assert (run / "logs" / "1.0.000001.tar").read_bytes() == whole
         assert "1.0.000001" not in self.folders(run, "logs")
+
+    def test_another_job_that_packs_at_the_same_time_loses_nothing(self, cluster, run):
+        """It has begun to delete the folder while this one packs it."""
+        name = "1.0.000001"
+        cluster.write(
+            "tar",
+            f"""case $3 in
+            {name})
+              /bin/tar -cf {name}.tar {name}
+              rm -r {name}/*;;
+            esac
+            exec /bin/tar "$@" """,
+        )
+        self.pack(cluster, self.JOBS)
+        with tarfile.open(run / "logs" / f"{name}.tar") as packed:
+            assert f"{name}/node-0/a log" in packed.getnames()
+        assert name not in self.folders(run, "logs")
+        assert not list(run.glob("logs/*.partial"))
+
+    def test_a_full_disk_is_not_filled_with_half_archives(self, cluster, run):
+        cluster.write("tar", 'echo half >"$2"; exit 2')
+        self.pack(cluster, self.JOBS)
+        assert self.folders(run, "logs") == {*self.STARTS, "something else"}
+        assert not list(run.rglob("*.tar*"))
 
     def test_training_begins_it(self, cluster):
         cluster.write("squeue", self.JOBS)

@@ -143,9 +143,9 @@ def make_writable(folder: Path, what: str) -> None:
 
 def check_regular(path: str | Path) -> None:
     """Raise ConfigError if a path exists and is no regular file, such as a named pipe,
-    from which a read may wait for ever.
+    from which a read may wait for ever, or a link to nothing.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.lexists(path) and not os.path.isfile(path):
         raise ConfigError(f"{str(path)!r} is not a regular file")
 
 

@@ -519,22 +519,15 @@ class DispCheckpointManager(CheckpointManager):
         if step != -1:
             return self._load_explicit(step, steps)
         failed: dict[int, str] = {}
-        for candidate in reversed(steps):
-            reason = storage.together(self._try, candidate)
-            if reason is None:
-                # Only now: if none loads, it is more likely that the config is wrong
-                # than that all checkpoints are.
-                for other, why in failed.items():
-                    self.hooks.event("checkpoint_damaged", other, reason=why)
-                    # with load_only, another run may be training in the folder
-                    if dist.get_rank() == 0 and not self.load_only:
-                        self._move_aside(other)
-                return True
-            failed[candidate] = reason
-            logger.error(
-                f"the checkpoint {self._create_checkpoint_id(candidate)} cannot be "
-                f"loaded: {reason}"
-            )
+        if self._load_newest(steps, failed) is not None:
+            # Only now: if none loads, it is more likely that the config is wrong than
+            # that all checkpoints are.
+            for other, why in failed.items():
+                self.hooks.event("checkpoint_damaged", other, reason=why)
+                # with load_only, another run may be training in the folder
+                if dist.get_rank() == 0 and not self.load_only:
+                    self._move_aside(other)
+            return True
         if failed:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} can be loaded ({len(failed)} tried); "
@@ -599,22 +592,33 @@ class DispCheckpointManager(CheckpointManager):
                 "overwrite: move them away, or copy this one into another "
                 "--job.dump_folder"
             )
-        self._load_step(step)
-        return True
-
-    def _load_step(self, step: int) -> None:
-        """Load a step, or raise CheckpointError on all ranks."""
         if reason := storage.together(self._try, step):
             raise CheckpointError(
                 f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: "
                 f"{reason}"
             )
+        return True
+
+    def _load_newest(self, steps: list[int], failed: dict[int, str]) -> int | None:
+        """Load the newest of these steps that loads, and return it, or None. Why newer
+        ones do not load is added to ``failed``. A collective call.
+        """
+        for step in reversed(steps):
+            reason = storage.together(self._try, step)
+            if reason is None:
+                return step
+            failed[step] = reason
+            logger.error(
+                f"the checkpoint {self._create_checkpoint_id(step)} cannot be loaded: "
+                f"{reason}"
+            )
+        return None
 
     def step_back(self) -> int | None:
-        """Load weights and optimizer of the checkpoint before the newest one, and
-        return its step, or None if there is none. A collective call.
+        """Load weights and optimizer of the newest checkpoint before the newest one
+        that loads, and return its step, or None if there is none. A collective call.
 
-        Raises on all ranks CheckpointError if it does not load.
+        Raises on all ranks UnreadableError, as ``load`` does.
         """
         if not self.enable or self.load_only:
             return None
@@ -622,15 +626,12 @@ class DispCheckpointManager(CheckpointManager):
         steps = on_rank_0(storage.patiently, integrity.checkpoints, self.folder)
         # step 0 holds the model only
         earlier = [step for step in steps if step > 0][:-1]
-        if not earlier:
-            return None
         excluded = self.exclude_from_loading
         self.exclude_from_loading = GO_ON
         try:
-            self._load_step(earlier[-1])
+            return self._load_newest(earlier, {})
         finally:
             self.exclude_from_loading = excluded
-        return earlier[-1]
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         """Return TorchTitan's states without the identity, which was compared before.

@@ -21,7 +21,7 @@ import torch
 
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, InUseError
-from titan_disp.files import atomic_write
+from titan_disp.files import atomic_write, check_regular
 from titan_disp.run import reader
 from titan_disp.run.lock import Lock, described, job_id
 from titan_disp.run.storage import JsonLines, patiently, write_json
@@ -116,7 +116,7 @@ class RunFolder:
         with writing(self.path):
             patiently(partial(self.path.mkdir, parents=True, exist_ok=True))
             self.config_changes = patiently(self._changes)
-            self.lock = patiently(Lock, self.path)
+            self.lock = Lock(self.path)
             self.events = JsonLines(self.path / reader.EVENTS)
 
     def taken_by(self) -> str | None:
@@ -189,9 +189,12 @@ RUN_ID = "run_id"  # in the run folder
 
 
 def read_id(file: Path) -> str:
-    """Return the id in a file, "" if there is none."""
+    """Return the id in a file, "" if there is none. Raises ConfigError if it is no
+    regular file, and OSError.
+    """
+    check_regular(file)
     with contextlib.suppress(FileNotFoundError):
-        return file.read_text().strip()
+        return file.read_text(errors="replace").strip()
     return ""
 
 

@@ -25,8 +25,10 @@ def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
     for event in events:
         if event["event"] == "step_back":
             step = event["step"]
-        elif event["event"] == "checkpoint" and step is not None:
-            return step
+        elif step is not None and event["event"] in ("checkpoint", "resume"):
+            if event["step"] >= step:
+                return step
+            step = None  # killed before it has saved
     return None
 
 

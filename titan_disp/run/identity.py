@@ -28,7 +28,7 @@ from titan_disp.errors import (
 from titan_disp.job_config import Checkpoint, Dispersion, all_keys, fixed
 from titan_disp.models.arguments import architecture_of
 from titan_disp.run.integrity import has_hashes
-from titan_disp.run.storage import may_pass
+from titan_disp.run.storage import may_pass, one_line
 from titan_disp.tables import changes
 
 STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
@@ -74,7 +74,10 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
         safe_dcp.load({NAME: state}, checkpoint, no_dist=True)
         return json.loads(state["json"])
     except (OSError, ValueError, UnpicklingError, CheckpointException) as error:
-        message = f"cannot read which model the checkpoint {checkpoint} holds: {error}"
+        message = (
+            f"cannot read which model the checkpoint {checkpoint} holds: "
+            f"{one_line(error)}"
+        )
         if may_pass(error):
             raise UnreadableError(message) from error
         raise CheckpointError(message) from error
@@ -128,7 +131,8 @@ def check_run(saved: str, current: str, folder: str, checkpoint: Checkpoint) -> 
     """Raise RefusedError if a checkpoint is another run's, unless that is allowed."""
     if saved != current and not checkpoint.allow_unverified:
         raise RefusedError(
-            f"{folder} was saved by another run, whose run_id is {saved}: move it away. "
+            f"{folder} was saved by another run, whose run_id is {saved} and not "
+            f"{current}: move it away. "
             "To begin a run with its weights, set --checkpoint.initial_load_path and "
             "another --job.dump_folder. To continue from it here: "
             "--checkpoint.allow_unverified"

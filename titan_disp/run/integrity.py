@@ -360,7 +360,7 @@ def can_be_finished(path: Path) -> bool:
     """Return whether a save of step-N was killed between its last two actions:
     hashes.json, and naming ``.metadata``. Raises OSError if that cannot be seen.
     """
-    with suppress(FileNotFoundError, ValueError):
+    with suppress(FileNotFoundError, IsADirectoryError, ValueError):
         hashes = read_hashes(path) or {}
         if hashes.get(METADATA) == hash_file(path / _UNNAMED):
             return not is_file(path / METADATA)

@@ -27,7 +27,7 @@ from titan_disp.dispersion.autograd import objects_of_ranks, of_ranks
 from titan_disp.run.folder import RunFolder
 from titan_disp.run.lock import job_id, process_fields
 from titan_disp.run.reader import HEARTBEAT, STOP
-from titan_disp.run.storage import patiently
+from titan_disp.run.storage import may_pass, patiently
 
 KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -179,12 +179,13 @@ class Heartbeat:
             content = {**content, "waits_for": self.waits_for}
         if content == self._written:
             return
-        self._written = content
-        # a full disk must not end the thread; the supervisor will notice the silence
+        # A full disk must not end the thread. The next call tries again; if all fail,
+        # the supervisor will notice the silence.
         with suppress(OSError):
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(content))
             os.replace(partial, file)
+            self._written = content
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -417,7 +418,7 @@ class StopRequest:
         self.file = run / STOP if run is not None else None
         self.reason: str | None = None  # why this rank was asked to stop
         self._signalled = False
-        if self._of_a_job() not in (None, job_id()):
+        if patiently(self._of_a_job) not in (None, job_id()):
             logger.info(f"removed {self.file}, which an earlier job left")
             self.done()
         self._previous: dict[int, Any] = {}
@@ -437,26 +438,30 @@ class StopRequest:
 
     def _of_a_job(self) -> str | None:
         """Return the id in a stop file that a job's script wrote, or None for a user's
-        file or no file.
+        file or no file. Raises OSError if the reason may pass.
         """
         if self.file is None:
             return None
-        with suppress(OSError):
+        try:
             text = self.file.read_text(errors="replace").strip()
-            if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text):
-                return text
-        return None
+        except OSError as error:
+            if may_pass(error):
+                raise
+            return None
+        return text if re.fullmatch(r"\d+\.\d+(\.[0-9a-f]{6})?", text) else None
 
     def held(self) -> bool:
         """Return whether there is a user's stop file."""
-        return self._is_there() and self._of_a_job() is None
+        return self._is_there() and patiently(self._of_a_job) is None
 
     def __call__(self) -> bool:
         """Look for the file, and return whether this rank was asked to stop."""
-        if self.reason is None and self._is_there():
-            # before the reason, which another thread waits for
-            self._signalled = self._of_a_job() is not None
-            self.reason = f"the file {self.file}"
+        # The next call looks again after an error.
+        with suppress(OSError):
+            if self.reason is None and self._is_there():
+                # before the reason, which another thread waits for
+                self._signalled = self._of_a_job() is not None
+                self.reason = f"the file {self.file}"
         return self.asked()
 
     def asked(self) -> bool:
@@ -473,7 +478,7 @@ class StopRequest:
 
     def done(self) -> None:
         """Remove a job's stop file, so that it does not stop the next start."""
-        if self.file is not None and self._of_a_job() is not None:
+        if self.file is not None and patiently(self._of_a_job) is not None:
             patiently(partial(self.file.unlink, missing_ok=True))
 
     def close(self) -> None:

@@ -27,9 +27,12 @@ from torchtitan.tools.logging import logger
 from titan_disp.errors import InUseError
 from titan_disp.files import check_regular
 from titan_disp.run.reader import HEARTBEAT, LOCK
+from titan_disp.run.storage import patiently
 
 RENEWAL = 10.0  # seconds between two renewals of a lock (slurm/supervise.py knows it)
-LIFE = 30.0  # seconds in which a start that lives renews its lock
+# Seconds in which a start that lives renews its lock, also if its file system fails for
+# ``storage.PATIENCE``.
+LIFE = 75.0
 LEFT = 600.0  # seconds after which a lock that was not renewed is not watched; ours
 PAUSE = 0.5  # seconds between two looks
 
@@ -85,11 +88,12 @@ def lives(pid: int, began: str) -> bool:
 
 def holder_of(content: bytes) -> dict[str, Any]:
     """Return what a lock says of its holder, {} if that cannot be read, as of a lock
-    that is just being written, or that an earlier version wrote.
+    that is just being written, or that an earlier version wrote, or if it has no
+    process's id.
     """
-    with suppress(ValueError):
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
         holder = json.loads(content)
-        if isinstance(holder, dict):
+        if 0 < holder["pid"] < 1 << 31:
             return holder
     return {}
 
@@ -162,8 +166,9 @@ def abandoned(path: Path) -> bytes | None:
         raise InUseError(
             f"the run folder {str(path.parent)!r} is in use by another job "
             f"({described(holder)}): two jobs in one run folder would corrupt it. Stop "
-            "the other job, or use another run folder (--job.dump_folder, or "
-            "sweep.folder of a sweep)"
+            "the other job, use another run folder (--job.dump_folder, or "
+            "sweep.folder of a sweep), or if it is a copy of the other job's folder, "
+            f"delete its {path.name}"
         )
     return content
 
@@ -177,7 +182,7 @@ def _take_away(path: Path, content: bytes) -> None:
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):  # a faster start has deleted it
         os.rename(path, aside)
-        if aside.read_bytes() == content:
+        if patiently(aside.read_bytes) == content:
             aside.unlink()
         else:
             os.rename(aside, path)
@@ -198,7 +203,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path, name: str = LOCK) -> None:
-        """Raises InUseError if another start holds the lock."""
+        """Raises InUseError if another start holds the lock, and OSError."""
         self.path = folder / name
         self.holder = {
             "id": uuid.uuid4().hex,
@@ -211,33 +216,37 @@ class Lock:
         }
         with suppress(OSError):
             self.holder["began"] = process_fields(os.getpid())[19]
-        while not self._create():
-            content = abandoned(self.path)
+        while not patiently(self._create):
+            content = patiently(abandoned, self.path)
             if content is not None:
-                _take_away(self.path, content)
+                patiently(_take_away, self.path, content)
         self._renewed = time.monotonic()
         self.close = weakref.finalize(self, _release, self.path, self.holder)
 
     def _create(self) -> bool:
-        """Create the file, or return False if there is one."""
+        """Return whether the lock is this start's: there was no such file, or it is
+        what an earlier try has left, whose answer was an error.
+        """
         try:
             file = open(self.path, "x")  # noqa: SIM115
         except FileExistsError:
-            return False
+            check_regular(self.path)
+            return self.owner() == self.holder
         try:
             with file:
                 json.dump(self.holder, file)
         except OSError:  # a full disk
-            self.path.unlink()
+            with suppress(OSError):
+                self.path.unlink()
             raise
         return True
 
     def renew(self) -> None:
         """Show others that this start lives."""
         if time.monotonic() >= self._renewed + RENEWAL:
-            self._renewed = time.monotonic()
             with suppress(OSError):
                 os.utime(self.path)
+                self._renewed = time.monotonic()
 
     def owner(self) -> dict[str, Any]:
         """Return who holds the lock now: ``holder``, another start that has taken it

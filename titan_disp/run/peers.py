@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import suppress
 from operator import itemgetter
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
@@ -19,6 +20,7 @@ INTERVAL = 5.0  # seconds between two notes of a rank
 WAITING = 20.0
 KEY = "titan-disp rank {}"
 SILENT = 4 * INTERVAL  # seconds without a note after which a rank does not answer
+GONE = "; it does not answer any more"
 
 
 class Peers:
@@ -50,17 +52,18 @@ class Peers:
         note = self.heartbeat.note()
         text = (
             f"rank {self._rank} on {socket.gethostname()}: {note['doing']} at step "
-            f"{note['step']}, for {note['seconds']:.0f} s"
+            f"{note['step']}"
         )
+        content = {"turn": note["turn"], "seconds": note["seconds"], "text": text}
         # The process that holds the store may have ended.
         with suppress(RuntimeError):
-            content = json.dumps({"turn": note["turn"], "text": text})
-            self._store.set(KEY.format(self._rank), content)
+            self._store.set(KEY.format(self._rank), json.dumps(content))
             if self._rank == 0:
                 self._keep(self._waited_for())
 
     def _keep(self, text: str) -> None:
-        if text and not self.heartbeat.waits_for:
+        before = self.heartbeat.waits_for
+        if text and (not before or text.endswith(GONE) > before.endswith(GONE)):
             logger.warning(text)
         self.heartbeat.waits_for = text
 
@@ -70,27 +73,29 @@ class Peers:
         """
         usual = max(WAITING, 2 * self.heartbeat.slowest)
         keys = [KEY.format(rank) for rank in range(self._ranks)]
-        if self.heartbeat.note()["seconds"] < usual or not self._store.check(keys):
+        waiting = self.heartbeat.note()["seconds"]
+        # Silence counts from the first reading.
+        if waiting < min(INTERVAL, usual) or not self._store.check(keys):
             return ""
-        notes = [json.loads(self._text_of(key)) for key in keys]
-        silent = [
-            note for key, note in zip(keys, notes, strict=True) if self._is_silent(key)
-        ]
+        notes = [self._note_of(key) for key in keys]
+        if waiting < usual:
+            return ""
+        silent = [note for note in notes if note["age"] > SILENT]
         latest = min(silent or notes, key=itemgetter("turn"))
-        text = f"all ranks wait for {latest['text']}"
+        seconds = latest["seconds"] + latest["age"]
+        text = f"all ranks wait for {latest['text']}, for {seconds:.0f} s"
         if silent:
-            return f"{text}; it does not answer any more"
+            return text + GONE
         if all(note["turn"] == latest["turn"] for note in notes):
             return ""
         return text
 
-    def _text_of(self, key: str) -> bytes:
-        """Return the last note of a rank, and remember when it was read first."""
+    def _note_of(self, key: str) -> dict[str, Any]:
+        """Return the last note of a rank, and its ``age``: the seconds since it was
+        read for the first time.
+        """
         text = self._store.get(key)
+        now = time.monotonic()
         if self._read.get(key, (b"", 0.0))[0] != text:
-            self._read[key] = (text, time.monotonic())
-        return text
-
-    def _is_silent(self, key: str) -> bool:
-        _, since = self._read[key]
-        return time.monotonic() - since > SILENT
+            self._read[key] = (text, now)
+        return {**json.loads(text), "age": now - self._read[key][1]}
