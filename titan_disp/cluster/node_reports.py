@@ -1,5 +1,5 @@
 """``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on
-the batch host of check_nodes.sbatch.
+the batch host of first_run.sbatch.
 
     node_reports folder --job.config_file CONFIG …                  prints the run folder
     node_reports able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
