@@ -12,7 +12,6 @@ to OUT/NAME.log. Both commands add to OUT/summary.txt.
 import importlib.util
 import math
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli
 import tyro
 
@@ -158,20 +158,16 @@ def repeats(rows: Sequence[Row], reference: Mapping[int, Row]) -> Finding:
     return Finding(largest <= TOLERANCE, text)
 
 
-def save_cost(rows: Mapping[int, Row]) -> Finding:
+def save_cost(rows: Sequence[Row]) -> Finding:
     """Compare the speed before and after the save."""
-    before = range(WARM, SAVED)
-    after = range(SAVED, max(rows))
-    seconds = {step: rows[step + 1]["time"] - rows[step]["time"] for step in after}
-    usual = statistics.median(rows[i + 1]["time"] - rows[i]["time"] for i in before)
-    lost = sum(seconds.values()) - usual * len(seconds)
-    speed = statistics.median(rows[step]["tps"] for step in before)
-    speed_after = statistics.median(rows[step + 1]["tps"] for step in after)
-    return Finding(
-        speed_after >= LEAST_SPEED * speed and lost <= MOST_LOST,
-        f"{speed:,.0f} tokens/s of a rank, {speed_after / speed:.0%} of that after "
-        f"the save, {lost:.1f} s lost",
-    )
+    seconds = np.diff([row["time"] for row in rows])
+    speeds = [row["tps"] for row in rows]
+    usual = np.median(seconds[WARM : SAVED - 1])
+    lost = (seconds[SAVED - 1 :] - usual).sum()
+    speed = np.median(speeds[WARM:SAVED])
+    share = np.median(speeds[SAVED:]) / speed
+    text = f"{speed:,.0f} tokens/s of a rank, {share:.0%} of that after the save, {lost:.1f} s lost"
+    return Finding(bool(share >= LEAST_SPEED and lost <= MOST_LOST), text)
 
 
 def judge(stage: Stage, options: Options) -> Finding:
@@ -189,7 +185,7 @@ def judge(stage: Stage, options: Options) -> Finding:
         reference = by_step(read_rows(options.out / "runs" / stage.same_as))
         return repeats(rows, reference)
     if stage.saves:
-        cost = save_cost(by_step(rows))
+        cost = save_cost(rows)
         # The speed of a few cores says nothing about GPUs.
         return Finding(cost.good or not options.gpus, cost.text)
     if rows:
