@@ -10,7 +10,6 @@ to OUT/NAME.log. Both commands add to OUT/summary.txt.
 """
 
 import importlib.util
-import math
 import shlex
 import sys
 import time
@@ -52,6 +51,7 @@ class Stage:
     gpu: bool = False
     package: str = ""
     one_node: bool = False
+    steps: int = 10
     same_as: str = ""
     run: str = ""
     faults: str = ""
@@ -125,6 +125,7 @@ def filled(text: str, stage: Stage, options: Options) -> str:
         out=options.out,
         run=options.run(stage),
         data=options.data,
+        steps=stage.steps,
         ranks=options.ranks,
         last=options.ranks - 1,
         config=options.config,
@@ -132,30 +133,26 @@ def filled(text: str, stage: Stage, options: Options) -> str:
     )
 
 
-def difference(value: float | None, reference: float) -> float:
-    """Return the relative difference, infinite if the value is no finite number."""
-    if value is None or not math.isfinite(value):
-        return math.inf
-    return abs(value - reference) / abs(reference)
-
-
-def repeats(rows: Sequence[Row], reference: Mapping[int, Row]) -> Finding:
-    """Compare the losses and gradient norms of a run with those of one on one rank."""
-    starts = sum(row["step"] == 1 for row in rows)
-    if starts != 1:
+def repeats(rows: Sequence[Row], reference: Mapping[int, Row], last: int) -> Finding:
+    """Compare the losses and gradient norms of a run up to its last step with those of
+    the run on one rank.
+    """
+    steps = [row["step"] for row in rows]
+    if steps.count(1) != 1 or steps[-1] != last:
         return Finding(
-            False, f"the run began {starts} times with step 1, expected once"
+            False, f"trained steps {steps}, expected one start and step {last}"
         )
     if not reference:
         return Finding(False, "the stage to compare with has no steps")
-    largest = 0.0
-    for row in rows:
-        for name in ("loss", "grad_norm"):
-            apart = difference(row[name], reference[row["step"]][name])
-            largest = max(largest, apart)
-    last = rows[-1]["step"]
+    expected = losses([reference[row["step"]] for row in rows])
+    largest = np.abs(losses(rows) / expected - 1).max()  # NaN if any is
     text = f"within {largest:.1e} up to step {last}"
-    return Finding(largest <= TOLERANCE, text)
+    return Finding(bool(largest <= TOLERANCE), text)
+
+
+def losses(rows: Sequence[Row]) -> np.ndarray:
+    """Return loss and gradient norm of each step: [steps, 2]."""
+    return np.array([(row["loss"], row["grad_norm"]) for row in rows], dtype=float)
 
 
 def save_cost(rows: Sequence[Row]) -> Finding:
@@ -183,7 +180,7 @@ def judge(stage: Stage, options: Options) -> Finding:
         return Finding(False, f"status {status} after {len(rows)} steps: {messages}")
     if stage.same_as:
         reference = by_step(read_rows(options.out / "runs" / stage.same_as))
-        return repeats(rows, reference)
+        return repeats(rows, reference, stage.steps)
     if stage.saves:
         cost = save_cost(rows)
         # The speed of a few cores says nothing about GPUs.
@@ -228,7 +225,10 @@ def main(options: Options) -> int:
             summary.write(text)
             print(text)
             return int(not finding.good)
-        for name in options.stages.split() or stages:
+        names = options.stages.split() or list(stages)
+        if unknown := set(names) - stages.keys():
+            sys.exit(f"no stage {', '.join(unknown)}; there are {' '.join(stages)}")
+        for name in names:
             stage = stages[name]
             if reason := obstacle(stage, options):
                 summary.write(f"not run {name}: {stage.of}: {reason}\n")

@@ -1,5 +1,6 @@
 """The stages of make gpu and slurm/first_run.sbatch, and what is said of their results."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -81,22 +82,23 @@ def test_what_a_machine_can_run(tmp_path):
     ("rows", "text"),
     [
         ([row(i) for i in (1, 2, 3)], ""),
-        ([row(i) for i in (1, 2, 3, 2)], ""),  # resumed at step 2
+        ([row(1), row(2), row(2, time=5.0), row(3)], ""),  # resumed at step 2
         ([row(1), row(2, loss=2.001), row(3)], "within 5.0e-04 up to step 3"),
-        ([row(1), row(2, grad_norm=1.001)], "within 1.0e-03"),
-        ([row(1), row(2, loss=None)], "within inf"),
-        ([row(1), row(2, loss=float("nan")), row(3)], "within inf"),
-        ([row(1), row(2), row(1)], "began 2 times"),
-        ([], "began 0 times"),
+        ([row(1), row(2, grad_norm=1.001), row(3)], "within 1.0e-03"),
+        ([row(1), row(2, loss=None), row(3)], "within nan"),
+        ([row(1), row(2)], "trained steps [1, 2], expected one start and step 3"),
+        ([row(1), row(2, loss=float("nan")), row(3)], "within nan"),
+        ([row(1), row(2), row(1), row(3)], "trained steps [1, 2, 1, 3]"),
+        ([], "trained steps []"),
     ],
 )
 def test_a_run_that_must_repeat_another(rows, text, tmp_path):
     on = options(tmp_path)
     write_rows(tmp_path / "runs" / "save", rows)
-    finding = judge(STAGES["resume"], on)
-    assert not finding.good  # nothing to compare with
+    resume = dataclasses.replace(STAGES["resume"], steps=3)
+    assert not judge(resume, on).good  # nothing to compare with
     write_rows(tmp_path / "runs" / "one", [row(i) for i in (1, 2, 3)])
-    finding = judge(STAGES["resume"], on)
+    finding = judge(resume, on)
     assert finding.good == (not text)
     assert text in finding.text
 
@@ -126,9 +128,10 @@ def test_the_cost_of_a_save(tmp_path):
         write_rows(folder / "runs" / "saves", rows)
         return judge(STAGES["saves"], options(folder, gpus=gpus))
 
-    assert found(20, 100).good
+    fast = found(20, 100)
+    assert fast.good
     expected = "100 tokens/s of a rank, 100% of that after the save, 20.0 s lost"
-    assert found(20, 100).text == expected
+    assert fast.text == expected
     assert not found(40, 100).good
     assert not found(20, 80).good
     assert found(40, 80, gpus=0).good  # a busy CPU
@@ -144,6 +147,8 @@ def test_the_summary(tmp_path, capsys):
     name, faults, words = capsys.readouterr().out.split("|")
     assert (name, faults) == ("kill", "kill:7@7")
     assert shlex.split(words)[:3] == ["ranks", str(tmp_path), "tests.faulty_train"]
+    with pytest.raises(SystemExit, match="no stage fspd; there are environment "):
+        main(options(tmp_path, stages="fspd"))
     (tmp_path / "quiet.log").write_text("")
     (tmp_path / "quiet.txt").write_text("12 passed in 3 s\n")
     assert main(options(tmp_path, stage="quiet")) == 0

@@ -69,6 +69,7 @@ def test_good_nodes(first_run):
     # One host and one clock: what is left is how late a rank reads it on busy cores.
     assert all(abs(skew) < 10 for skew in report["bandwidth"]["clock_skew"].values())
     assert "all-reduce of 4 MiB over 2 ranks of 2 nodes" in log
+    assert "(gloo)" in log
 
 
 def test_stages_on_two_nodes(first_run, tmp_path):

@@ -214,14 +214,15 @@ def _exchange(partner: int, send: torch.Tensor, receive: torch.Tensor) -> None:
 def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     utils.device_module.set_device(local_rank)
-    dist.init_process_group(timeout=timedelta(minutes=5))
+    backend = dist.get_default_backend_for_device(utils.device_type)
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
     result = measure(
         node_name(),
         local_rank,
         torch.device(utils.device_type),
         CPU_BYTES if utils.device_type == "cpu" else GPU_BYTES,
     )
-    result["backend"] = dist.get_backend()
+    result["backend"] = backend
     if dist.get_rank() == 0:
         write_json(Path(sys.argv[1]), result)
     dist.barrier()
