@@ -39,8 +39,12 @@ demo: setup $(DATA)/README.md
 	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
 
 # Checks and measures on all GPUs of this machine what docs/verification.md lists as not verified, or in small on a CPU.
+# TITAN_DISP_STAGES="fsdp tp" runs only these stages of benchmarks/first_run.toml.
 gpu: setup $(DATA)/README.md
-	$(BIN)/python -m benchmarks.gpu --data $(DATA)
+	TITAN_DISP_PYTHON=$(BIN)/python env -u SLURM_JOB_ID bash slurm/first_run.sbatch train_configs/qwen3_0.6b_c4.toml \
+	  --training.dataset_path=$(DATA) --model.hf_assets_path=$(DATA)/tokenizer --stream.separator='</s>' \
+	  --training.global_batch_size=-1 --parallelism.data_parallel_replicate_degree=1 --parallelism.data_parallel_shard_degree=-1 \
+	  --job.dump_folder=outputs/gpu
 
 # Writes docs/condensation.* and a section of docs/measurements.md from six runs: dispersion off and on, with three seeds.
 # Complete runs in outputs/figure are kept.

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# What pretrain.sbatch, sweep.sbatch and check_nodes.sbatch share. They set `here` to this folder (hence SC2154) and source
+# What pretrain.sbatch, sweep.sbatch and first_run.sbatch share. They set `here` to this folder (hence SC2154) and source
 # this file. pretrain.sbatch lists the variables. This file exports TITAN_DISP_SITE (the path of its file), _LOCAL, _NPROC and _PYTHON.
 # pretrain.sbatch and sweep.sbatch also set `job`, `pointer` and `early`, and end with `supervise`.
 
@@ -53,7 +53,7 @@ words "${TITAN_DISP_PREFIX:-}" >/dev/null || {
 
 # A variable that is misspelled, or that an older version read, would do nothing in silence. titan_disp reads _TRITON.
 unread=$(compgen -e | grep '^TITAN_DISP_' | grep -vxE \
-  'TITAN_DISP_(SITE|PYTHON|PREFIX|SRUN_ARGS|ENV_ARCHIVE|NPROC|ENDPOINT|LOCAL|CHECK_SECONDS|RETRIES|SPARES|START|TRITON)' | xargs)
+  'TITAN_DISP_(SITE|PYTHON|PREFIX|SRUN_ARGS|ENV_ARCHIVE|NPROC|ENDPOINT|LOCAL|CHECK_SECONDS|RETRIES|SPARES|STAGES|START|TRITON)' | xargs)
 [ -z "$unread" ] || say "warning: nothing reads these variables (slurm/pretrain.sbatch lists all): $unread"
 
 # Runs supervise.py with these arguments, and exits with the status that it intended. The caller's traps have appended the

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs the work of one node: `node.sh train RUN --job.config_file CONFIG …`, `node.sh bandwidth RUN [arguments]`,
-# `node.sh check [arguments]`, or on the first node `node.sh freeze` and `node.sh prepare`. srun starts it once per node.
+# Runs the work of one node: `node.sh train RUN --job.config_file CONFIG …`, `node.sh ranks FOLDER MODULE [arguments]`,
+# `node.sh check [arguments]`, or on the first node `node.sh freeze`, `prepare` and `process`. srun starts it once per node.
 set -eu
 
 # Caches of compiled kernels belong on the node's own disk: a shared disk is slow, and ranks would race on it. Code is
@@ -26,7 +26,7 @@ if [ -n "${TITAN_DISP_PREFIX:-}" ]; then
   # script are passed on, but no secrets, because others on this node may read the command line.
   settings=()
   while read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -E \
-    '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|RCCL_|GLOO_|FI_|CXI_|IBV_|RDMAV_|HSA_|MIOPEN_|OMP_|HF_|WANDB_|CUDA_DEVICE_MAX_CONNECTIONS|[A-Z]+_VISIBLE_DEVICES)' |
+    '^(SLURM|TITAN_DISP_|PYTHONUNBUFFERED|TORCH|PYTORCH_|TRITON_|NCCL_|RCCL_|GLOO_|FI_|CXI_|IBV_|RDMAV_|HSA_|MIOPEN_|OMP_|HF_|WANDB_|FAULTS|TESTS_ON_GPU|CUDA_DEVICE_MAX_CONNECTIONS|[A-Z]+_VISIBLE_DEVICES)' |
     grep -Ev 'KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK')
   mapfile -t prefix < <(xargs -r printf '%s\n' <<<"$TITAN_DISP_PREFIX")
   python=("${prefix[@]}" env "${settings[@]}" "${python[@]}")
@@ -38,12 +38,13 @@ case $what in
 check) exec "${python[@]}" -m titan_disp.cluster.node_health --local "$local" "$@" ;;
 freeze) exec "${python[@]}" -m titan_disp.cluster.freeze "$@" ;;
 prepare) exec "${python[@]}" -m titan_disp.cluster.job_check "$@" ;;
-train) module=titan_disp.train ;;
-bandwidth) module=titan_disp.cluster.bandwidth ;;
+process) exec "${python[@]}" "$@" ;;
+train) set -- "$1" titan_disp.train "${@:2}" ;;
 esac
 
 run=$1
-shift
+module=$2
+shift 2
 
 # torch.distributed.run takes its options from variables as well: PET_STANDALONE=1 would start a run of its own on every node.
 unset "${!PET_@}"

@@ -12,7 +12,7 @@ from pathlib import Path
 # they gain. This module imports neither torch nor titan_disp, which take seconds that
 # tests of pages need not spend.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The tests expect a CPU, also on a machine with GPUs. benchmarks/gpu.py shows the GPUs
+# The tests expect a CPU, also on a machine with GPUs. make gpu shows the GPUs
 # to those that can use them.
 if "TESTS_ON_GPU" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -4,7 +4,8 @@ variable FAULTS asks for.
 FAULTS="nan_loss:3@1,inf_gradient:5-9@0" makes the cross-entropy of rank 1 NaN at step
 3, and gives rank 0 an infinite gradient at steps 5 to 9. The others: crash (an
 exception), hang (the rank stops itself with SIGSTOP), freeze (it waits forever before
-the step, as for a file system), kill (it kills itself with SIGKILL), asked_to_stop (it
+the step, as for a file system), kill (it kills itself with SIGKILL), kill_node
+(torchrun's agent on its node as well), asked_to_stop (it
 gets SIGUSR1), nospace (the file system is full from this step on), await_save (it waits
 until its asynchronous save has ended), slow (the step takes SLOW seconds longer, by
 default 0.5) and slow_save (so does the next save).
@@ -75,6 +76,9 @@ class FaultyTrainer(DispTrainer):
     def train_step(self, data_iterator):
         if active("crash", self.step):
             raise RuntimeError(f"crashed on purpose at step {self.step}")
+        if active("kill_node", self.step):
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         for fault, number in {
             "hang": signal.SIGSTOP,
             "kill": signal.SIGKILL,

@@ -52,7 +52,7 @@ FILES = {
     },
     "comm_traces/": r"comm_traces/rank_\d+",
     "nodes/START.json": r"nodes/.+",
-    "node_check/JOB.RESTARTS/": r"node_check/.+",
+    "first_run/JOB.RESTARTS/": r"first_run/.+",
     "launch/NAME/": r"launch/.+",
     "condensation/step-N.npz": r"condensation/step-\d+\.npz",
     "__RANK_I.distcp": rf"{CHECKPOINT}/__\d+_\d+\.distcp",

@@ -11,7 +11,7 @@ import torch
 import tyro
 
 from tests.command_line import ROOT, SECONDS, environment
-from tests.pages import changed, loaded, understood
+from tests.pages import loaded
 from titan_disp.dispersion import DispersionLoss, kernels, triton_pairs
 from titan_disp.dispersion.cost import cost_of
 from titan_disp.dispersion.variants.paper import angular_pair
@@ -296,52 +296,3 @@ def test_cost_of_a_measurement(monkeypatch):
     assert found[640]["sum"] == pytest.approx(0.0615, abs=1e-4)
     assert [found[ranks]["layers"] for ranks in (8, 64, 640)] == [30, 4, 1]
     assert max(one["part"] for one in found.values()) <= 0.002
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-def test_checks_of_a_gpu(gpus, monkeypatch):
-    from benchmarks.gpu import Options, checks
-    from titan_disp.checks import check_config
-
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    found = {check.name: check for check in checks(Options(), gpus)}
-    several = {"selftest-ranks", "train-offload", "train-context", "train-async-tensor"}
-    cannot = {name for name, check in found.items() if "two GPUs" in check.cannot}
-    assert cannot == {8: set(), 1: several, 0: several - {"selftest-ranks"}}[gpus]
-    assert (found["train-compile"].cannot == "") == (gpus > 0)
-    for check in found.values():
-        script, *words = check.words
-        if script.startswith("benchmarks/"):
-            tyro.cli(
-                importlib.import_module(
-                    script.removesuffix(".py").replace("/", ".")
-                ).Options,
-                args=words,
-            )
-        if words[:1] == ["titan_disp.cli"]:
-            name, options = understood(words[1:])
-            config = loaded(*options.argv[1:]) if name == "train" else None
-            if config is not None and gpus and not check.cannot:
-                check_config(changed(config, {"model.converters": []}), options.nproc)
-
-
-def test_a_check_that_fails(monkeypatch, tmp_path, capsys):
-    from benchmarks import gpu
-
-    said = "import sys; print('said'); sys.exit({})"
-    of_a_status = [
-        gpu.Check(f"with-{n}", "a test", ("-c", said.format(n))) for n in (0, 3)
-    ]
-    never = gpu.Check("never", "a test", ("-c", "1 / 0"), "it needs two GPUs")
-    monkeypatch.setattr(gpu, "checks", lambda options, gpus: [*of_a_status, never])
-    assert gpu.main(gpu.Options(tmp_path / "out")) == 1
-    summary = (tmp_path / "out" / "summary.txt").read_text()
-    assert summary in capsys.readouterr().out
-    results = [
-        line.split("|")[3].strip()
-        for line in summary.splitlines()
-        if "| a test" in line
-    ]
-    assert results == ["ok", "FAILED with status 3", "not run: it needs two GPUs"]
-    assert (tmp_path / "out" / "with-3.txt").read_text() == "said\n"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import sys
 import time
 from types import SimpleNamespace
@@ -119,6 +120,25 @@ def node_report(gpus=(H100,) * 8, free=79e9, problems=()):
     return {"gpus": list(gpus), **numbers, "problems": list(problems)}
 
 
+def test_locked_memory(tmp_path, monkeypatch):
+    """A low limit is a note where there is a fabric that registers memory."""
+    limits = {resource.RLIMIT_MEMLOCK: 65536}
+    monkeypatch.setattr(resource, "getrlimit", lambda name: [limits.get(name, -1)] * 2)
+    fabric = tmp_path / "infiniband"
+    monkeypatch.setattr(node_health, "VERBS", fabric)
+    assert node_health.check_node(str(tmp_path))["locked_memory_note"] is None
+    fabric.mkdir()
+    report = node_health.check_node(str(tmp_path))
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "n1.json").write_text(json.dumps(report))
+    demo = ["--job.config_file", str(DEMO)]
+    notes = node_reports.make_report(tmp_path, ["n1"], "1", demo)["notes"]
+    assert notes[0].startswith("n1: a process may lock 65,536 bytes of memory")
+    assert report["problems"] == []
+    limits.clear()
+    assert node_health.check_node(str(tmp_path))["locked_memory_note"] is None
+
+
 def test_gpus_unlike_the_other_nodes():
     reports = {f"n{i}": node_report() for i in (1, 2, 3)}
     assert (
@@ -182,22 +202,14 @@ def test_report(tmp_path, monkeypatch, capsys):
     demo = ["--job.config_file", str(DEMO)]
 
     def run(what, *more):
-        words = [
-            "node_reports",
-            what,
-            "--out",
-            str(tmp_path),
-            "--expected",
-            " ".join(expected),
-            *more,
-        ]
-        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "argv", ["node_reports", what, *more])
         node_reports.main()
 
-    run("able")
+    nodes = (str(tmp_path), "gpu", " ".join(expected))
+    run("able", *nodes)
     assert capsys.readouterr().out == "n1,n2,n4,n10\n"
     with pytest.raises(SystemExit, match="1"):
-        run("report", *demo)
+        run("report", *nodes, *demo)
     lines = capsys.readouterr().out.splitlines()
     report = json.loads((tmp_path / "report.json").read_text())
     assert list(report["nodes"]) == ["n1", "n2", "n4", "n10"]

@@ -254,13 +254,12 @@ def test_under_torchrun():
     """All of it as a user types it, with real training runs beside torchrun's
     variables.
     """
-    from benchmarks.gpu import TORCHRUN
-
     argv = [
         sys.executable,
-        "-m",
-        *TORCHRUN.split(),
-        "--nproc-per-node=2",
+        *("-m", "torch.distributed.run", "--nproc-per-node=2"),
+        # not every container resolves localhost
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"),
+        "--local-addr=127.0.0.1",
         "-m",
         "titan_disp.cli",
         "selftest",

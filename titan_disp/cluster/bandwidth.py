@@ -1,4 +1,4 @@
-"""``torchrun … -m titan_disp.cluster.bandwidth --out FILE`` measures the network
+"""``torchrun … -m titan_disp.cluster.bandwidth FILE`` measures the network
 between nodes and compares clocks.
 
 An all-reduce over all ranks shows that something is slow. Exchanges between
@@ -7,9 +7,9 @@ neighbours. The command is started once per node. Rank 0 writes the result of
 ``measure`` to FILE.
 """
 
-import argparse
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.tools import utils
 
+# The device type, and on CPUs gloo groups of one thread.
+import titan_disp.plugin  # noqa: F401
 from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.run.storage import write_json
@@ -209,31 +212,19 @@ def _exchange(partner: int, send: torch.Tensor, receive: torch.Tensor) -> None:
 
 @record
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="file for the result, on a shared file system",
-    )
-    args = parser.parse_args()
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(local_rank)
-        device = torch.device(torch.accelerator.current_accelerator().type, local_rank)  # type: ignore[union-attr]
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device), timeout=timedelta(minutes=5)
-    )
+    utils.device_module.set_device(local_rank)
+    backend = dist.get_default_backend_for_device(utils.device_type)
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
     result = measure(
         node_name(),
         local_rank,
-        device,
-        CPU_BYTES if device.type == "cpu" else GPU_BYTES,
+        torch.device(utils.device_type),
+        CPU_BYTES if utils.device_type == "cpu" else GPU_BYTES,
     )
-    result["backend"] = dist.get_backend()
+    result["backend"] = backend
     if dist.get_rank() == 0:
-        write_json(args.out, result)
+        write_json(Path(sys.argv[1]), result)
     dist.barrier()
     dist.destroy_process_group()
 

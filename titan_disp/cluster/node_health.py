@@ -11,6 +11,7 @@ import csv
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -46,6 +47,7 @@ LINE = 1000
 BUSY = 0.9
 LIMIT = 60  # seconds for a tool: if it hangs, so does the driver
 DAY = 86400.0
+VERBS = Path("/sys/class/infiniband")  # has the cards of InfiniBand, RoCE and EFA
 RECOVERY = "gpu_recovery_action"
 # nvidia-smi's fields, the value of a healthy GPU, and the message for any other value.
 NVIDIA_FIELDS = {
@@ -295,9 +297,25 @@ def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any
         "run_free_bytes": _free_disk(job_config.job.dump_folder)
         if job_config is not None
         else 0,
+        "locked_memory_note": locked_memory_note(),
         "clock": time.time(),
         "problems": problems,
     }
+
+
+def locked_memory_note() -> str | None:
+    """Return what to do if a low limit on locked memory may break the network, or None.
+
+    Network cards write to buffers that NCCL locks in the host's memory.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or not VERBS.exists():
+        return None
+    return (
+        f"a process may lock {limit:,} bytes of memory (ulimit -l), expected unlimited: "
+        "set LimitMEMLOCK=infinity of slurmd, memlock in /etc/security/limits.conf, or "
+        "--ulimit memlock=-1 of the container"
+    )
 
 
 def _ranks(gpus: int) -> int:

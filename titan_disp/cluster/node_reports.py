@@ -1,16 +1,16 @@
 """``python -m titan_disp.cluster.node_reports`` summarizes the reports of all nodes, on
-the batch host of check_nodes.sbatch.
+the batch host of first_run.sbatch.
 
-    node_reports folder --job.config_file CONFIG …                  prints the run folder
-    node_reports able   --out DIR --nproc P --expected "n1 n2 …"    prints the nodes that can take part in the bandwidth test
-    node_reports report --out DIR --nproc P --expected "n1 n2 …" --job.config_file CONFIG …
+    node_reports folder --job.config_file CONFIG …               prints the run folder
+    node_reports able DIR NPROC "NODE NODE …"                    prints the nodes that can take part in the bandwidth test
+    node_reports report DIR NPROC "NODE NODE …" --job.config_file CONFIG …
 
 DIR holds nodes/NODE.json (from node_health) and bandwidth.json (from bandwidth).
+The job has these nodes, of NPROC ranks each (gpu: one per GPU).
 ``report`` adds report.json, prints a table, and exits with status 1 if there is a
 problem.
 """
 
-import argparse
 import json
 import sys
 from collections import Counter, defaultdict
@@ -157,33 +157,34 @@ def make_report(
     file = out / "bandwidth.json"
     bandwidth = json.loads(file.read_text()) if file.exists() else None
     wrong, notes = config_problem(argv, len(expected), nproc, reports)
-    found = [gpu_problems(reports, nproc), {"the config": wrong}]
+    _add(problems, gpu_problems(reports, nproc))
+    _add(problems, {"the config": wrong})
     if bandwidth is not None:
-        found.append(bandwidth_problems(bandwidth))
-        links = slow_links(bandwidth["pairs"])
+        _add(problems, bandwidth_problems(bandwidth))
         notes += [
             f"{a} – {b} is slow ({speed / 1e9:.2f} GB/s), but both are fast with others"
-            for a, b, speed in links
+            for a, b, speed in slow_links(bandwidth["pairs"])
         ]
         if untested := [node for node in in_order(expected) if node not in able]:
             notes.append(f"not in the bandwidth test: {_named(untested)}")
     elif able:
-        found.append(
-            {
-                "bandwidth": [
-                    "the test failed or hung; its output is above and in the logs of the run folder"
-                ]
-            }
-        )
-    for key, texts in (item for more in found for item in more.items()):
-        problems.setdefault(key, []).extend(texts)
-    problems = {key: texts for key, texts in problems.items() if texts}
+        failed = "the test failed or hung; its output is above and in the logs"
+        _add(problems, {"bandwidth": [failed]})
+    locked_memory = defaultdict(list)
+    for node, report in reports.items():
+        locked_memory[report.get("locked_memory_note")].append(node)
+    notes += [f"{_named(n)}: {text}" for text, n in locked_memory.items() if text]
     return {
         "nodes": reports,
         "bandwidth": bandwidth,
-        "problems": problems,
+        "problems": {key: texts for key, texts in problems.items() if texts},
         "notes": notes,
     }
+
+
+def _add(problems: Problems, more: Problems) -> None:
+    for key, texts in more.items():
+        problems.setdefault(key, []).extend(texts)
 
 
 def _named(nodes: Sequence[str]) -> str:
@@ -209,26 +210,25 @@ def render(report: Report, expected: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("what", choices=["folder", "able", "report"])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--nproc", default="gpu")
-    parser.add_argument("--expected", type=str.split, default=[])
-    args, titan = parser.parse_known_args()
-    if args.what == "folder":
+    what, *words = sys.argv[1:]
+    if what == "folder":
         with one_line_at_the_end():
-            run = Path(load_config(titan).job.dump_folder).absolute()
+            run = Path(load_config(words).job.dump_folder).absolute()
             if problem := writable(str(run)):  # this creates it
                 raise ConfigError(f"job.dump_folder: {problem}")
         print(run)
-    elif args.what == "able":
-        reports, _ = collect(args.out / "nodes", args.expected)
-        print(",".join(able_nodes(reports, args.nproc)))
-    else:
-        report = make_report(args.out, args.expected, args.nproc, titan)
-        (args.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-        print("\n".join(render(report, args.expected)))
-        sys.exit(int(bool(report["problems"])))
+        return
+    out = Path(words[0])
+    nproc = words[1]
+    expected = words[2].split()
+    if what == "able":
+        reports, _ = collect(out / "nodes", expected)
+        print(",".join(able_nodes(reports, nproc)))
+        return
+    report = make_report(out, expected, nproc, argv=words[3:])
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print("\n".join(render(report, expected)))
+    sys.exit(int(bool(report["problems"])))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Machine(Nodes):
     """
     network_bandwidth: OptionalFloat = None
     """GB/s from a GPU to other nodes. The default is 50 per H100, H200 or MI300X, 25
-    per A100, and 12.5 per MI250X-GCD. slurm/check_nodes.sbatch measures it for a whole
+    per A100, and 12.5 per MI250X-GCD. slurm/first_run.sbatch measures it for a whole
     node: divide that by the number of GPUs per node.
     """
     storage_bandwidth: float = 2.0
@@ -159,7 +159,7 @@ class PreflightOptions(ConfigOptions):
     one process, on random tokens.
 
     Without a GPU, the model and the sequences are small. The report lists all changes
-    to the config. To check the nodes of a cluster, submit slurm/check_nodes.sbatch.
+    to the config. To check the nodes of a cluster, submit slurm/first_run.sbatch.
     """
 
     ranks: int = 1

@@ -1,4 +1,4 @@
-"""These tests run slurm/check_nodes.sbatch on two nodes of a real local SLURM."""
+"""These tests run slurm/first_run.sbatch on two nodes of a real local SLURM."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 from tests.command_line import DEMO, ROOT
 from tests.slurm.local import LocalSlurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,10 @@ def slurm(tmp_path_factory):
 
 
 @pytest.fixture
-def check_nodes(slurm, sample, tmp_path):
-    """Maps options to state, log and report.json of a job on two nodes."""
+def first_run(slurm, sample, tmp_path):
+    """Maps options to state, log and report.json of a job on two nodes, by default of the
+    stage that checks them.
+    """
     run = tmp_path / "run"
 
     def submit(*options, sbatch=("--nodes=2",), **env):
@@ -27,7 +29,7 @@ def check_nodes(slurm, sample, tmp_path):
             *(
                 *sbatch,
                 f"--output={tmp_path}/%j.out",
-                ROOT / "slurm" / "check_nodes.sbatch",
+                ROOT / "slurm" / "first_run.sbatch",
                 DEMO,
             ),
             *(
@@ -40,12 +42,13 @@ def check_nodes(slurm, sample, tmp_path):
             env={
                 "TITAN_DISP_SITE": "local_cpu",
                 "TITAN_DISP_PYTHON": sys.executable,
+                "TITAN_DISP_STAGES": "nodes",
                 **env,
             },
             cwd=ROOT,
         )
-        state = slurm.wait(job, {"COMPLETED", "FAILED"}, timeout=300)["JobState"]
-        report = run / "node_check" / f"{job}.0" / "report.json"
+        state = slurm.wait(job, {"COMPLETED", "FAILED"}, timeout=900)["JobState"]
+        report = run / "first_run" / f"{job}.0" / "report.json"
         return (
             state,
             slurm.log(job),
@@ -55,8 +58,8 @@ def check_nodes(slurm, sample, tmp_path):
     return submit
 
 
-def test_good_nodes(check_nodes):
-    state, log, report = check_nodes()
+def test_good_nodes(first_run):
+    state, log, report = first_run()
     assert state == "COMPLETED", log
     assert report["problems"] == {}
     assert list(report["nodes"]) == ["n1", "n2"]
@@ -66,9 +69,22 @@ def test_good_nodes(check_nodes):
     # One host and one clock: what is left is how late a rank reads it on busy cores.
     assert all(abs(skew) < 10 for skew in report["bandwidth"]["clock_skew"].values())
     assert "all-reduce of 4 MiB over 2 ranks of 2 nodes" in log
+    assert "(gloo)" in log
 
 
-def test_a_node_that_does_not_answer(check_nodes, tmp_path):
+def test_stages_on_two_nodes(first_run, tmp_path):
+    """The last node dies, its run goes on, and saves are measured."""
+    stages = "one fsdp save resume kill-node kill-node-resume saves"
+    state, log, _ = first_run(TITAN_DISP_STAGES=stages)
+    assert state == "COMPLETED", log
+    (folder,) = tmp_path.glob("run/first_run/*")
+    summary = (folder / "summary.txt").read_text()
+    passed = [line.split()[1] for line in summary.splitlines() if line[:2] == "ok"]
+    assert passed == [f"{name}:" for name in ("nodes", *stages.split())]
+    assert " found: all ended within " in summary
+
+
+def test_a_node_that_does_not_answer(first_run, tmp_path):
     """The bandwidth of the other two nodes is measured, and the report says which node
     is missing.
     """
@@ -77,7 +93,7 @@ def test_a_node_that_does_not_answer(check_nodes, tmp_path):
     python.write_text(f'#!/bin/bash\n{sick}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     mesh = ("--parallelism.data_parallel_replicate_degree", "2")
-    state, log, report = check_nodes(
+    state, log, report = first_run(
         *mesh, sbatch=("--nodes=3",), TITAN_DISP_PYTHON=str(python)
     )
     assert state == "FAILED"
@@ -90,8 +106,8 @@ def test_a_node_that_does_not_answer(check_nodes, tmp_path):
     assert [pair[:2] for pair in report["bandwidth"]["pairs"]] == [["n1", "n3"]]
 
 
-def test_a_config_that_cannot_be_read(check_nodes):
-    state, log, report = check_nodes("--job.dump_folder", "/dev/null/run")
+def test_a_config_that_cannot_be_read(first_run):
+    state, log, report = first_run("--job.dump_folder", "/dev/null/run")
     assert state == "FAILED"
     assert (
         "titan-disp: error: job.dump_folder: /dev/null/run is not writable: Not a directory"
