@@ -210,7 +210,7 @@ def one_process(sample, tokenizer, folder):
     with trainer_of(sample, folder / "seed", "--debug.seed", "12") as trainer:
         found["seed"] = weights(trainer)
         for name in (".lock", "heartbeat.json"):  # another start takes the folder
-            (folder / "seed" / name).write_text('{"id": "of the other"}')
+            (folder / "seed" / name).write_text('{"id": "of the other", "pid": 1}')
     assert (folder / "seed/heartbeat.json").exists()
     torch.save(found, folder / "found.pt")
 
