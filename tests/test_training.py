@@ -288,6 +288,36 @@ def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
     assert any((tmp_path / "tb").iterdir())
 
 
+@pytest.mark.slow
+def test_stock_trainer_resumes(sample, tmp_path):
+    """TorchTitan's own trainer goes on from our checkpoint as ours does."""
+    options = (*SHORT, "--checkpoint.enable", "--condensation.interval", "0")
+    ours = tmp_path / "ours"
+    stock = tmp_path / "stock"
+    train(DEMO, sample, ours, *options, "--training.steps", "2")
+    shutil.copytree(ours, stock)
+    train(DEMO, sample, ours, *options, "--training.steps", "3")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torchtitan.train", "--job.config_file", DEMO),
+            *("--job.dump_folder", stock, *options, "--training.steps", "3"),
+            *("--model.hf_assets_path", f"{sample}/tokenizer"),
+            *("--training.dataset_path", sample),
+        ],
+        cwd=ROOT,
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [row["step"] for row in read_rows(stock)] == [1, 2, 3]  # none came again
+    expected = read_metrics(ours)[3]
+    metrics = read_metrics(stock)[3]
+    for name in ("ce", "dispersion"):
+        assert metrics[name] == pytest.approx(expected[name], abs=1e-6)
+
+
 @pytest.mark.night
 def test_one_step_of_the_full_model(sample, tmp_path):
     """Qwen3-0.6B itself, one rank, a short sequence.
