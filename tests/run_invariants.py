@@ -61,7 +61,7 @@ FILES = {
         for name in (".metadata", "hashes.json")
     },
     "step-N/.saving": rf"{CHECKPOINT}/\.saving",
-    ".metadata.tmp": rf"{CHECKPOINT}/\.metadata\.tmp",
+    ".metadata.tmp": rf"{CHECKPOINT}/\.(metadata\.tmp|hashes\.json\.partial)",
     "sharded/": r"checkpoint/step-\d+/sharded/.+",
     # With their config and tokenizer
     "*.safetensors": r"checkpoint/step-\d+/[\w.-]+\.(safetensors|json|model|txt)",
