@@ -244,34 +244,15 @@ def test_dispersion_off_is_stock_torchtitan(sample, hf_tokenizer, tmp_path):
     spawn(1, of_stock_torchtitan, str(sample), str(hf_tokenizer), str(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "masks", [(), ("--stream.document_mask", "--stream.restart_positions")]
-)
-def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "torchtitan.train",
-            "--job.config_file",
-            DEMO,
-            "--job.dump_folder",
-            tmp_path,
-            *SHORT,
-        ),
-        *(
-            "--training.steps",
-            "2",
-            "--model.hf_assets_path",
-            f"{sample}/tokenizer",
-            "--training.dataset_path",
-            sample,
-        ),
-        *masks,
-    ]
+def train_in_stock_trainer(sample, run, *options):
+    """Train the demo in TorchTitan's own trainer, on one rank."""
     done = subprocess.run(
-        command,
+        [
+            *(sys.executable, "-m", "torchtitan.train", "--job.config_file", DEMO),
+            *("--job.dump_folder", run, *options),
+            *("--model.hf_assets_path", f"{sample}/tokenizer"),
+            *("--training.dataset_path", sample),
+        ],
         cwd=ROOT,
         env=rank_environment(),
         capture_output=True,
@@ -279,6 +260,17 @@ def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "masks", [(), ("--stream.document_mask", "--stream.restart_positions")]
+)
+def test_stock_trainer_loads_the_plugin(sample, tmp_path, masks):
+    done = train_in_stock_trainer(
+        sample, tmp_path, *SHORT, "--training.steps", "2", *masks
+    )
     assert "  dispersion -0." in done.stdout
     assert "this is TorchTitan's own trainer" in done.stdout
     metrics = read_metrics(tmp_path)
@@ -297,20 +289,7 @@ def test_stock_trainer_resumes(sample, tmp_path):
     train(DEMO, sample, ours, *options, "--training.steps", "2")
     shutil.copytree(ours, stock)
     train(DEMO, sample, ours, *options, "--training.steps", "3")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torchtitan.train", "--job.config_file", DEMO),
-            *("--job.dump_folder", stock, *options, "--training.steps", "3"),
-            *("--model.hf_assets_path", f"{sample}/tokenizer"),
-            *("--training.dataset_path", sample),
-        ],
-        cwd=ROOT,
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train_in_stock_trainer(sample, stock, *options, "--training.steps", "3")
     assert [row["step"] for row in read_rows(stock)] == [1, 2, 3]  # none came again
     expected = read_metrics(ours)[3]
     metrics = read_metrics(stock)[3]

@@ -14,6 +14,7 @@ import torch
 
 from titan_disp.checks import check_config, check_device, check_inputs
 from titan_disp.cluster.freeze import installation_changes
+from titan_disp.cluster.node_health import ranks_per_node
 from titan_disp.config.batch import data_parallel_degree
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
@@ -61,13 +62,6 @@ def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
             f"titan-disp: warning: the job was submitted with another installation: {changed}",
             flush=True,
         )
-
-
-def ranks_per_node(nproc: str, gpus: int) -> int:
-    """Return the ranks of a node that has so many GPUs. ``nproc``: a number or "gpu"."""
-    if nproc == "gpu":
-        return gpus
-    return int(nproc)
 
 
 def hub_warnings(

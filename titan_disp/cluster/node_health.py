@@ -318,12 +318,17 @@ def locked_memory_note() -> str | None:
     )
 
 
+def ranks_per_node(nproc: str, gpus: int) -> int:
+    """Return the ranks of a node that has so many GPUs. ``nproc``: a number or "gpu"."""
+    if nproc == "gpu":
+        return gpus
+    return int(nproc)
+
+
 def _ranks(gpus: int) -> int:
     """Return the number of ranks of this job, on nodes with so many GPUs."""
-    per_node = os.environ.get("TITAN_DISP_NPROC", "gpu")
-    if per_node == "gpu":
-        per_node = str(gpus)
-    return int(os.environ.get("SLURM_NNODES", "1")) * int(per_node)
+    per_node = ranks_per_node(os.environ.get("TITAN_DISP_NPROC", "gpu"), gpus)
+    return int(os.environ.get("SLURM_NNODES", "1")) * per_node
 
 
 def _free_disk(folder: str) -> int:

@@ -24,8 +24,8 @@ from titan_disp.cluster.bandwidth import (
     slow_nodes,
     usual_bandwidth,
 )
-from titan_disp.cluster.job_check import hub_warnings, ranks_per_node
-from titan_disp.cluster.node_health import in_order, writable
+from titan_disp.cluster.job_check import hub_warnings
+from titan_disp.cluster.node_health import in_order, ranks_per_node, writable
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError, counted, one_line_at_the_end
 from titan_disp.templates import templates

@@ -106,8 +106,8 @@ def check_resume(trainer: Any, step: int) -> None:
     saved = on_rank_0(read_identity, folder)
     run = saved.pop(RUN, "")
     if run and step > 0:  # runs begin from step 0
-        check_run(run, trainer.identity.get(RUN, run), folder, job.checkpoint)
-        trainer.identity[RUN] = trainer.identity.get(RUN, run)
+        current = trainer.identity.setdefault(RUN, run)
+        check_run(run, current, folder, job.checkpoint)
     counts_tokens = step > 0 and any(vars(job.budget).values())
     if not counts_tokens:
         saved.pop(STEP, None)
