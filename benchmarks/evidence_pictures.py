@@ -25,6 +25,7 @@ from benchmarks.evidence_runs import (
     Key,
     Row,
     Runs,
+    blocks_cosine,
     interval,
     order_of,
     paired,
@@ -60,9 +61,7 @@ def numbers(row: Row) -> dict[str, float]:
             content[f"{text} {name}"] = scores[name]
         for source, cross_entropy in scores["by_source"].items():
             content[f"{text} cross_entropy of {source}"] = cross_entropy
-        content[f"{text} mean_cosine of the blocks"] = np.mean(
-            scores["mean_cosine"][1:-1]
-        )
+        content[f"{text} mean_cosine of the blocks"] = blocks_cosine(row, text)
         content[f"{text} Spearman's ρ"] = order_of(scores["mean_cosine"])
     if history := row.get("history"):
         content["plateau_end"] = history["plateau_end"]

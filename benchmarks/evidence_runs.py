@@ -38,9 +38,9 @@ def last_word(row: Row) -> float:
     return row["numbers"]["test"]["last_word"]
 
 
-def blocks_cosine(row: Row) -> float:
+def blocks_cosine(row: Row, text: str = "test") -> float:
     """Return the mean cosine over the blocks, without embedding and final norm."""
-    return float(np.mean(row["numbers"]["test"]["mean_cosine"][1:-1]))
+    return float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
 
 
 def depth_order(row: Row) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 import tomli
 import tyro
 
-from titan_disp.run.reader import by_step, read_rows
+from titan_disp.run.reader import read_metrics, read_rows
 
 TABLE = tomli.loads(Path(__file__).with_suffix(".toml").read_text())
 TOLERANCE = 1e-4  # relative; float32 sums in another order give about 1e-6
@@ -179,7 +179,7 @@ def judge(stage: Stage, options: Options) -> Finding:
         messages = last_line(options.out / f"{stage.name}.log")
         return Finding(False, f"status {status} after {len(rows)} steps: {messages}")
     if stage.same_as:
-        reference = by_step(read_rows(options.out / "runs" / stage.same_as))
+        reference = read_metrics(options.out / "runs" / stage.same_as)
         return repeats(rows, reference, stage.steps)
     if stage.saves:
         cost = save_cost(rows)

@@ -158,6 +158,12 @@ def fits(value: Any, type_: type) -> bool:
     return isinstance(value, type_)
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message."""
+    line, *_ = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: {line}"
+
+
 @contextmanager
 def one_line_at_the_end() -> Iterator[None]:
     """End the process at a UserError of this context, with one line on stderr instead

@@ -308,7 +308,7 @@ class Documents:
             self.table = formats.parquet_table(stored, name)
             rows = formats.rows_at_a_time(self.table.metadata)
             return partial(formats.parquet_records, self.table, self.options, rows)
-        if not name.endswith(formats.TOKEN_IDS):
+        if not self.file.holds_ids:
             return self._text_reader(stored)
         of_megatron = token_ids.megatron_reader(stored, self.file, how)
         if of_megatron is not None:

@@ -42,7 +42,7 @@ from titan_disp.data.ledger import (
 from titan_disp.data.listing import DataFile, sample_of, warn_once
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.storage import opened
-from titan_disp.errors import ConfigError, counted, reported
+from titan_disp.errors import ConfigError, counted, first_line, reported
 from titan_disp.files import atomic_write
 
 VERSION = 1
@@ -237,8 +237,7 @@ def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
     except formats.OtherContent as error:
         return Look(problem=str(error))
     except Exception as error:  # httpx, huggingface_hub and pyarrow raise their own
-        reason = (str(error).splitlines() or [""])[0]
-        return Look(unseen=f"{type(error).__name__}: {reason}")
+        return Look(unseen=first_line(error))
     return Look()
 
 

@@ -125,6 +125,10 @@ def list_files(
     return listing_of(dataset, path, key, path_key).files
 
 
+def _of_hub(files: Iterable[stores.HubFile]) -> list[DataFile]:
+    return [DataFile(file.path, file.url, file.size) for file in files]
+
+
 def listing_of(
     dataset: str, path: str | None, key: str = "training", path_key: str = ""
 ) -> Listing:
@@ -150,8 +154,7 @@ def listing_of(
     if is_hub_name(dataset):
         name = parse_name(dataset, f"{key}.dataset")
         if path is None:
-            on_hub = stores.resolve(name, where).files(split, where)
-            files = [DataFile(file.path, file.url, file.size) for file in on_hub]
+            files = _of_hub(stores.resolve(name, where).files(split, where))
         else:
             name = replace(name, split=split)
             sizes = stores.mirrored_files(path, name, selection.where)
@@ -161,8 +164,7 @@ def listing_of(
     elif path is not None:
         files = selection.of_disk(path)
     elif is_c4:
-        on_hub = stores.c4_files(split)
-        files = [DataFile(file.path, file.url, file.size) for file in on_hub]
+        files = _of_hub(stores.c4_files(split))
     else:
         raise ConfigError(
             f"{where}: set {key}.dataset_path to the folder, file or glob of the "

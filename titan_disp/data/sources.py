@@ -224,7 +224,11 @@ def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData
     for data_set, files in listed:
         keys.update(dict.fromkeys(files, data_set.key))
     check_left_out([*keys, *checked.files], options)
-    checked.copies = copies([*keys])
+    # Without an index, ``measured`` has read the same samples.
+    samples = {}
+    if not options.index:
+        samples = {file.url: file.sample for file in checked.files}
+    checked.copies = copies([*keys], samples)
     warn_of_copies(checked.copies, keys)
     return checked
 
@@ -264,16 +268,20 @@ def check_left_out(files: Sequence[DataFile], options: StreamOptions) -> None:
         )
 
 
-def copies(files: Sequence[DataFile]) -> list[tuple[DataFile, DataFile]]:
+def copies(
+    files: Sequence[DataFile], samples: Mapping[str, str]
+) -> list[tuple[DataFile, DataFile]]:
     """Return pairs of local files whose content is the same, as their sizes and some
-    of their bytes say.
+    of their bytes say. ``samples`` has what ``content_sample`` returns, by URL, as far
+    as it is known.
     """
     counts = Counter(file.size for file in files if file.size and not file.remote)
     originals: dict[tuple[int, str], DataFile] = {}
     pairs = []
     for file in files:
         if counts[file.size] > 1 and not file.remote:
-            original = originals.setdefault((file.size, content_sample(file)), file)
+            sample = samples.get(file.url) or content_sample(file)
+            original = originals.setdefault((file.size, sample), file)
             if original.url != file.url:
                 pairs.append((original, file))
     return pairs

@@ -363,6 +363,6 @@ def opened(file: DataFile, options: StreamOptions) -> RetryingFile:
     reader: type[RetryingFile] = ObjectFile
     if not file.remote:
         reader = LocalFile
-    elif file.url.startswith("hf://"):
+    elif file.on_hub:
         reader = RemoteFile
     return reader(file, options)

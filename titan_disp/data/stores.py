@@ -27,7 +27,7 @@ from shlex import quote
 from typing import Any, TypeVar
 
 from titan_disp.data.formats import NAMES, is_readable
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, first_line
 from titan_disp.retry import chain, may_recover, response_of, retried
 
 DATASET = "allenai/c4"
@@ -501,9 +501,8 @@ def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
     except ConfigError:
         raise
     except Exception as error:  # every store's library raises its own
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ConfigError(
-            f"{where}, which cannot be read ({reason}); expected access by "
+            f"{where}, which cannot be read ({first_line(error)}); expected access by "
             f"{ACCESS[scheme]}"
         ) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titan_disp.data.documents import Documents
-from titan_disp.data.formats import TOKEN_IDS, BadDocument, DamagedFile, text_of
+from titan_disp.data.formats import BadDocument, DamagedFile, text_of
 from titan_disp.data.listing import DataFile, sample_of
 from titan_disp.data.options import StreamOptions
 from titan_disp.data.token_ids import LONGEST
@@ -45,8 +45,8 @@ def tokenizer_warnings(
     or the attention depends on their ends.
     """
     local = [file for file in files if not file.remote]
-    of_ids = [file for file in local if file.name.endswith(TOKEN_IDS)]
-    of_text = [file for file in local if not file.name.endswith(TOKEN_IDS)]
+    of_ids = [file for file in local if file.holds_ids]
+    of_text = [file for file in local if not file.holds_ids]
     no_separator = ""
     lacking = _without_separator(of_ids, options)
     if lacking:

@@ -30,7 +30,7 @@ from titan_disp.data.stores import (
     record_path,
     resolve,
 )
-from titan_disp.errors import ConfigError
+from titan_disp.errors import ConfigError, first_line
 from titan_disp.files import in_parallel, progress, sha256_of
 from titan_disp.run.storage import write_json
 
@@ -167,7 +167,7 @@ def _mirror_file(folder: Path, file: HubFile) -> str | None:
             )
         # huggingface_hub, httpx and the system each raise their own types
         except Exception as error:
-            cause = f" ({_first_line(error)})"
+            cause = f" ({first_line(error)})"
     problem = _problem(file, path)
     return None if problem is None else f"{problem}{cause}"
 
@@ -183,13 +183,8 @@ def _problem(file: HubFile, path: Path) -> str | None:
         if file.sha256 is not None and file.sha256 != sha256_of(path):
             return "its sha256 differs from the hub's"
     except OSError as error:
-        return _first_line(error)
+        return first_line(error)
     return None
-
-
-def _first_line(error: Exception) -> str:
-    first_line, *_ = [*str(error).splitlines(), ""]
-    return f"{type(error).__name__}: {first_line}"
 
 
 def _write_record(folder: Path, listing: Listing, files: list[HubFile]) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 
 from titan_disp.config.types import JobConfig
 from titan_disp.data.findings import check_content, encoding_of
-from titan_disp.data.formats import TOKEN_IDS
 from titan_disp.data.index import FOLDER, IN_MEMORY, FileIndex, current, index_file
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions, stream_options
@@ -43,7 +42,7 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
             "copies from the hub"
         )
     how = stream_options(job_config)
-    if any(file.name.endswith(TOKEN_IDS) for file in [*training, *others]):
+    if any(file.holds_ids for file in [*training, *others]):
         tokenizer = load_tokenizer(
             job_config.model.hf_assets_path, job_config.stream.separator
         )

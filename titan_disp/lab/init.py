@@ -37,7 +37,6 @@ from titan_disp.data.documents import Documents
 from titan_disp.data.findings import check_content, measured
 from titan_disp.data.formats import (
     PLAIN_TEXT,
-    TOKEN_IDS,
     BadDocument,
     DamagedFile,
     Empty,
@@ -200,7 +199,7 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
     """Read --text, check it, and hold some of it out."""
     listing = listing_of("text", path, path_key="--text")
     files = listing.files
-    if files[0].name.endswith(TOKEN_IDS):
+    if files[0].holds_ids:
         raise ConfigError(
             f"--text is {path!r}, which holds token ids; expected text. To train on "
             "ids, write a config with their tokenizer (model.hf_assets_path) and "

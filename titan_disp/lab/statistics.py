@@ -90,20 +90,17 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
 
 def paired_by_seed(
     values_by_seed: Mapping[Key, float], baseline_by_seed: Mapping[Key, float]
-) -> tuple[tuple[Key, ...], Difference | None]:
-    """Return the seeds that two conditions share, and the difference of the first to
-    the second over these.
-
-    The seeds have the order of the first. The difference has the p value of the sign-flip
-    test, and is None without pairs.
+) -> Difference | None:
+    """Return the difference of the first condition to the second over the seeds that
+    both have, with the p value of the sign-flip test; None without any.
     """
-    pairs = tuple(seed for seed in values_by_seed if seed in baseline_by_seed)
+    pairs = [seed for seed in values_by_seed if seed in baseline_by_seed]
     if not pairs:
-        return pairs, None
+        return None
     values = np.array([values_by_seed[seed] for seed in pairs])
     baseline = np.array([baseline_by_seed[seed] for seed in pairs])
     difference = paired_difference(values, baseline)
-    return pairs, replace(difference, p_value=sign_flip_p(values - baseline))
+    return replace(difference, p_value=sign_flip_p(values - baseline))
 
 
 def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
@@ -170,7 +167,7 @@ def differences_over_seeds(
     first = conditions[baseline]
     differences = {}
     for name, scores in conditions.items():
-        _, difference = paired_by_seed(scores, first)
+        difference = paired_by_seed(scores, first)
         if difference is None:
             difference = unpaired_difference([*scores.values()], [*first.values()])
         if difference is not None and name != baseline:

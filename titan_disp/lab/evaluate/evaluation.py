@@ -141,6 +141,11 @@ class _Evaluation:
     conditions: Conditions
 
     @cached_property
+    def seeds(self) -> dict[str, Seeds]:
+        """The seeds of the models' training."""
+        return _seeds_by_model(self.models, self.conditions)
+
+    @cached_property
     def costs(self) -> Lines:
         """The costs of the models' runs beside the published ones."""
         runs = [model.run for model in self.models.values() if model.run is not None]
@@ -161,8 +166,7 @@ class _Evaluation:
         that have results.
         """
         out = self.options.out
-        seeds = _seeds_by_model(self.models, self.conditions)
-        comparison = _compare(self.suite, self.conditions, seeds, results)
+        comparison = _compare(self.suite, self.conditions, self.seeds, results)
         published = beside(scores(comparison), "this evaluation")
         cells = table(comparison)
         parts = [markdown_table(cells), *explanation(comparison), *_dtype_note(results)]

@@ -161,11 +161,11 @@ def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
     ids = [_hub_id(source["dataset"]) for source in sources]
     results = None
     if cross_entropy is not None:
-        path = training["dataset_path"] or ids[0] or training["dataset"]
+        name = ids[0] or training["dataset_path"] or training["dataset"]
         result = EvalResult(
             task_type="text-generation",
             dataset_type=ids[0] or "text",
-            dataset_name=Path(ids[0] or path).name,
+            dataset_name=Path(name).name,
             metric_type="cross_entropy",
             metric_name="cross-entropy of held-out text",
             metric_value=round(cross_entropy, 4),

@@ -44,7 +44,7 @@ class SavedModel:
 
     @property
     def in_hf_format(self) -> bool:
-        return not (self.folder / ".metadata").is_file()
+        return not (self.folder / safe_dcp.METADATA).is_file()
 
     @property
     def entry(self) -> ModelEntry:

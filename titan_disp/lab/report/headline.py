@@ -202,7 +202,7 @@ class Headline:
         if outcome.is_relative:
             values = {place: np.log(value) for place, value in values.items()}
             number_format = "+.1%"
-        pairs, difference = paired_by_seed(
+        difference = paired_by_seed(
             self._by_seed(values, condition), self._by_seed(values, self.baseline)
         )
         if difference is None:
@@ -211,7 +211,7 @@ class Headline:
         if outcome.is_relative:
             numbers = [x if x is None else np.expm1(x) for x in numbers]
         mean, low, high = numbers
-        note = f"{counted(len(pairs), 'pair')} of seeds"
+        note = f"{counted(difference.pairs, 'pair')} of seeds"
         if low is not None and high is not None:
             interval = f"{low:{number_format}} to {high:{number_format}}"
             note = f"95\N{NO-BREAK SPACE}%: {interval}, {note}"
