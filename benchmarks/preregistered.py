@@ -69,6 +69,8 @@ PREDICTIONS = {
     "B1": Prediction(16, 0.95, lambda _, high: high < 0, lambda low, _: low > -0.02),
     "B1, no difference of 0.01 or more": SAME,
     "B2": Prediction(8, 0.95, lambda low, _: low > 0, lambda low, _: low <= 0),
+    "C1": Prediction(8, 0.95, lambda low, _: low > 0, lambda _, high: high < 0.0066),
+    "C2": Prediction(8, 0.95, lambda low, _: low > 0, lambda _, high: high < 0.0066),
 }
 
 
