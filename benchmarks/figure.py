@@ -264,23 +264,16 @@ def markdown(content: Mapping[str, Any]) -> str:
     JSON.
     """
     during = content["while_training"]
-    cosine, loss = (
-        # [seeds, steps]
-        {state: np.array([run[name] for run in during[state]]) for state in STATES}
-        for name in ("blocks", "cross_entropy")
-    )
-    means = {state: values.mean(0) for state, values in cosine.items()}
-    peaks = {state: int(mean.argmax()) for state, mean in means.items()}
-    apart = int((means["off"] - means["on"]).argmax())
-    shown = sorted({0, *peaks.values(), apart, len(means["off"]) - 1})
-    facts = {
-        "cosine": cosine,
-        "loss": loss,
-        "means": means,
-        "peaks": peaks,
-        "apart": apart,
+    means = {
+        state: np.mean([run["blocks"] for run in during[state]], axis=0)  # [steps]
+        for state in STATES
     }
-    facts |= {"shown": shown, "after": _compared(content["after_training"])}
+    facts = {
+        "means": means,
+        "peaks": {state: int(mean.argmax()) for state, mean in means.items()},
+        "apart": int((means["off"] - means["on"]).argmax()),
+        "after": _compared(content["after_training"]),
+    }
     written_by_hand, marker, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
     assert marker, f"{PAGE} has no line {MARKER!r}"
     page = templates(__file__, number=format).get_template("condensation.md.j2")
@@ -293,9 +286,6 @@ def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     read: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "mean cosine of all blocks": lambda found: found["mean_cosine_of"]["blocks"],
-        "mean cosine of the middle third of the blocks": lambda found: found[
-            "mean_cosine_of"
-        ]["middle_blocks"],
         "mean cosine of the last block": lambda found: found["mean_cosine_of"][
             "last_block"
         ],
