@@ -879,7 +879,7 @@ def test_a_gpu_is_this_computers_with_its_own_memory(
     assert gpu_name("") == (name or device)
     plan = make_plan(loaded(DEMO), Machine(1, 2))
     assert plan.machine.gpu_memory == pytest.approx(memory / 1e9)
-    said = f"{device} is not in the table of GPUs: what you do not give is a guess, as of {similar} ("
+    said = f"{device} is not in the table of GPUs: numbers that you do not give are guesses, those of {similar} ("
     assert sum(warning.startswith(said) for warning in plan.warnings) == (name is None)
     # Of another one that is asked for, the device says nothing.
     assert find_gpu(Machine(gpu="H200")).memory == 141e9

@@ -1,9 +1,9 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a
 user requests hundreds of GPUs.
 
-It finds what ``titan_disp.checks`` cannot find: the model cannot be built or
-sharded, or a step fails. What one step on this machine cannot run or does not need is
-switched off first.
+It finds errors that ``titan_disp.checks`` cannot find: the model cannot be built or
+sharded, or a step fails. Features that one step on this machine cannot run or does not
+need are switched off first.
 
 TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps
 as rank 0 would. Only the communication is fake: with ``comm.mode = "fake_backend"``,
@@ -67,10 +67,11 @@ class Reduced:
         self.job_config = copy.deepcopy(job_config)
         self.changes: list[str] = []
 
-    def set(self, key: str, new: Any, reason: str = "", *, said: bool = True) -> None:
+    def set(self, key: str, new: Any, reason: str = "", *, listed: bool = True) -> None:
+        """Set a key of the copy. ``listed``: whether ``changes`` lists the change."""
         old = value_of(self.job_config, key)
         set_value(self.job_config, key, new)
-        if said and old != new:
+        if listed and old != new:
             self.changes.append(
                 f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else "")
             )
@@ -102,9 +103,8 @@ def reduce(
     flavor: str | None = None,
     seq_len: int | None = None,
 ) -> Reduced:
-    """Reduce a copy of a checked config to one step with simulated other ranks.
-
-    On a CPU, the model is small, too.
+    """Return a copy of a checked config, reduced to one step in which other ranks are
+    simulated. On a CPU, the model is small, too.
     """
     r = Reduced(job_config)
     _one_step(r)
@@ -149,7 +149,7 @@ def _one_step(r: Reduced) -> None:
         "comm.mode": "fake_backend",
         "metrics.disable_color_printing": True,
     }.items():
-        r.set(key, value, said=False)
+        r.set(key, value, listed=False)
     for key in (*WRITERS, "validation.enable"):
         r.set(key, False)
     r.set(
@@ -221,10 +221,10 @@ def preflight(options: PreflightOptions) -> Report:
     """Check a config for all ranks of the job, then run one step of rank 0 in its own
     process.
 
-    Raises ConfigError if the unreduced config cannot work on so many ranks, or with a
-    failed step's last lines of output.
+    Raises ConfigError if the unreduced config cannot work on these ranks, or if the step
+    fails, with the last lines of its output.
     """
-    whole, reduced = prepare(options)
+    job_config, reduced = prepare(options)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
         measured = _run(options, Path(folder))
     job = reduced.job_config
@@ -235,7 +235,10 @@ def preflight(options: PreflightOptions) -> Report:
         flavor=named(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
-        warnings=[*config_warnings(whole), *hub_warnings(whole, options.ranks)],
+        warnings=[
+            *config_warnings(job_config),
+            *hub_warnings(job_config, options.ranks),
+        ],
         **measured,
     )
 
@@ -321,8 +324,8 @@ class RandomTokens(BaseDataLoader):
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """Give the registered spec random tokens as data, and no real tokenizer, within
-    this context.
+    """Within this context, let the registered spec have random tokens as data, and no
+    real tokenizer.
     """
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
@@ -341,10 +344,7 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
 
 
 def one_step(job_config: JobConfig) -> dict[str, Any]:
-    """Build the trainer and take one step.
-
-    Returns the measured fields of ``Report``.
-    """
+    """Return the measured fields of ``Report``, after one step of TorchTitan's trainer."""
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
@@ -354,7 +354,8 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
     optimizers.settle()
-    # fake communication gave an infinite value: step anyway, to measure Adam's memory
+    # If fake communication has given an infinite value, this steps all the same, to
+    # measure Adam's memory.
     if optimizers.bad_terms:
         optimizers.inner.step()
     if not cpu.active():
