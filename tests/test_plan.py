@@ -895,7 +895,7 @@ def test_a_gpu_that_is_like_none_of_the_table(monkeypatch, device):
         find_gpu(Machine())
     plan = make_plan(loaded(DEMO), Machine(1, 2, gpu_flops=65))
     assert plan.machine.gpu_memory == 16
-    assert any("a guess, as of a desktop GPU (" in text for text in plan.warnings)
+    assert any("guesses, those of a desktop GPU (" in text for text in plan.warnings)
     with pytest.raises(ConfigError, match="gpu is 'A100-SXM4-40GB', expected one of"):
         find_gpu(Machine(gpu="A100-SXM4-40GB"))
 
