@@ -49,8 +49,8 @@ REQUEUE = "requeue"
 END = "end"
 GIVE_UP = "give up"
 FINAL = (REQUEUE, END, GIVE_UP)
-# These marks precede JSON that is meant for this program, on a line of output that may
-# contain anything else.
+# In the output of commands, these marks precede JSON for this program. The rest of the
+# line may be anything.
 NODE_REPORT = "titan-disp-node-report: "
 LAUNCH = "titan-disp-launch: "
 # Added to the exit status, so that common.sh can distinguish an intended end from that of
@@ -233,7 +233,7 @@ def stacks(run, start):
     for node, rank, path in of_ranks(run, start, "stderr.log"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - (1 << 16)))
-            # Python's faulthandler
+            # how a dump of Python's faulthandler begins
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")
             # The dump has the newest thread first and the main thread last.
             frame = re.search(
@@ -940,7 +940,7 @@ class Supervisor:
         self.beat_time = time.monotonic()
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
         self._watch(process)
-        # as if srun had been killed
+        # 137 is the status of a killed srun
         self.status = 137 if process.returncode is None else process.returncode
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
@@ -1011,7 +1011,7 @@ class Supervisor:
         if name == "complete":
             self.forget()
             return Outcome(END, f"the run is complete: step {last['step']}")
-        # a second requeue would fail, or end the next start
+        # Requeuing a second time would fail, or end the next start.
         if self.requeued_already():
             return Outcome(END, REQUEUED)
         preempted = self.fields.get("PreemptTime", "None") != "None"
@@ -1061,7 +1061,7 @@ class Supervisor:
         """
         error = first_error(self.run, self.start)
         other = re.search(r"by another job \(.*SLURM job (\w+)", error)
-        # the locks of some file systems hold within one node only
+        # If an earlier start of this same job holds the lock, a later try can succeed.
         if other and other.group(1) != self.job:
             return Outcome(END, f"{error}. Not requeued", 2)
         reason = self.stalled or error
@@ -1284,7 +1284,7 @@ class Supervisor:
             if self.signalled():
                 limit = min(limit, self.lead / 2)
         try:
-            # Training has no limit, and does not wait for files.
+            # Training has no time limit, and this process waits for no files meanwhile.
             outcome = method() if state == TRAIN else within(limit, method)
             if outcome is not None:
                 return outcome

@@ -187,7 +187,7 @@ def _give_gloo_groups_one_thread() -> None:
         **keywords: Any,
     ) -> None:
         """Create the group with one thread, unless the caller has its own options."""
-        # The fourth argument is either options or a timeout, from which torch makes
+        # The fourth argument is either options, or a timeout from which torch would make
         # options for two threads.
         options = options or timeout
         if isinstance(options, timedelta):

@@ -16,8 +16,8 @@ from torchtitan.tools.logging import logger
 from titan_disp.errors import UserError
 
 T = TypeVar("T")
-FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
-LONGEST_PAUSE = 15.0
+FIRST_PAUSE = 1.0  # seconds on average; each try doubles the pause
+LONGEST_PAUSE = 15.0  # seconds
 
 # Ranks that failed at the same time must not try again at the same time. The random
 # numbers are the operating system's, because DataLoader seeds ``random`` alike in the

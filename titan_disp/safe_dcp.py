@@ -136,7 +136,7 @@ def accept(digest: bytes) -> None:
     _accepted.add(digest)
 
 
-# a resume reads the same file several times, and Python's unpickler is slow
+# cached, because a resume reads the same file several times, and ``_Unpickler`` is slow
 @functools.lru_cache(maxsize=1)
 def parse_metadata(content: bytes) -> Metadata:
     """Return the content of a ``.metadata`` file, which callers must not change.

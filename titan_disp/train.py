@@ -32,7 +32,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-# The model's spec and the device type, whatever the config imports.
+# This registers the models and sets the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.checks import check_config, check_device, check_launched
 from titan_disp.condensation.measure import Monitor
@@ -81,8 +81,8 @@ from titan_disp.run.storage import patiently
 # The options of parameter groups that the config decides, not the checkpoint. (Whether
 # Adam is fused belongs to its state.)
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
-# Sections and keys that say nothing about training: their changes are in the event
-# ``resume`` only.
+# Sections of the config that do not affect training: their changes are only in the event
+# ``resume``, not in the log.
 SILENT = ("job.", "metrics.", "profiling.", "comm.")
 BUDGET = "budget.stop_at_tokens"
 
@@ -239,8 +239,8 @@ class DispTrainer(Start, Trainer):
         """
         try:
             yield
-        except RefusedError as error:  # on every rank
-            # on rank 0, the only one that has to list the checkpoints
+        except RefusedError as error:  # raised on every rank
+            # Only rank 0 has the run folder, and lists the checkpoints.
             if self.run_folder is not None:
                 folder = self.run_folder.path / self.job_config.checkpoint.folder
                 saved = patiently(integrity.checkpoints, folder, True)
@@ -281,7 +281,8 @@ class DispTrainer(Start, Trainer):
         _ = self.monitor  # refuses a text that is too short
         self._name_run()
         self._record_beginning(trains)
-        # A stop where a measurement is due does not take it.
+        # A start that stopped at a step may have ended before the measurement that was
+        # due, so the measurement is taken now.
         if self.step == 0 or (trains and self._due() and not on_rank_0(self._measured)):
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
@@ -418,10 +419,10 @@ class DispTrainer(Start, Trainer):
             seconds = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             if self.step != 1 and not dry.is_dry(self.job_config):
                 set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
-            # TorchTitan does not know the group of CP×TP
+            # TorchTitan does not know the group of CP×TP, so its time-out is set here.
             if (group := process_group(self.loss_fn.group)) is not None:
                 _set_pg_timeout(seconds, group)
-        # a log has waited for the device as well
+        # Here, the host waits for the device anyway: to save, or because it has logged.
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()
         if self._limit:
@@ -505,7 +506,7 @@ class DispTrainer(Start, Trainer):
         """Write to environment.json which kernels computed the dispersion of the first
         step, on rank 0.
         """
-        used = kernels.path()  # kernels and dtypes of products, or none of both
+        used = kernels.path()  # kernels and dtypes of products; both may be empty
         if any(used.values()) and self.run_folder is not None:
             self.run_folder.record_path(used)
 
@@ -609,7 +610,7 @@ class DispTrainer(Start, Trainer):
         if self.step > self._start_step:
             self._end()
         elif self.step >= steps:
-            # for what started the run again, such as a chain of jobs
+            # A program that started the run again, such as a chain of jobs, reads this.
             self._complete_already(self.step)
         else:
             logger.info(
@@ -652,8 +653,8 @@ class DispTrainer(Start, Trainer):
         if self.step < self.job_config.training.steps:
             # a stopped job has to end soon
             return trained and not self.optimizers.agreed["stop"]
-        # no later start trains, and the one that did may have been killed before it
-        # measured
+        # No later start will train, and the start that did may have been killed before
+        # it measured.
         return trained or not on_rank_0(self._measured)
 
     def _end(self) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools import utils
 
-# The device type, and on CPUs gloo groups of one thread.
+# This sets the device type, and on CPUs, lets gloo groups have one thread.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.dispersion.autograd import objects_of_ranks

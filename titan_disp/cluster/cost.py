@@ -44,14 +44,14 @@ class Memory:
     # weights gathered (or cast by autocast) for computing, and their gradients before
     # the reduction
     unsharded: int
-    # saved for backward, and those of one block while it is recomputed
+    # activations that are saved for backward, and those of a block that is recomputed
     activations: int
     # the saved ∂S/∂z of layers whose gradients are not computed in the backward pass
     dispersion: int
     # All copies that the loss makes of the logits, log-probabilities and their
-    # gradients. With a chunked head: those of a chunk, and the gradients of hidden
-    # states and weight, which it computes in forward. Later, the gradients of a tied
-    # weight that are waiting to be added up.
+    # gradients. With a chunked head: the copies for one chunk, and the gradients of
+    # hidden states and weight, which the head computes in forward. Later in backward:
+    # the gradients of a tied weight until they are added up.
     logits: int
 
     @property
@@ -62,7 +62,7 @@ class Memory:
 def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
     """Return the dtype of products and block outputs."""
     t = job_config.training
-    # FSDP or autocast sets it. TorchTitan 0.2.2 uses neither for TP without FSDP.
+    # FSDP or autocast sets the dtype. TorchTitan 0.2.2 uses neither for TP without FSDP.
     if fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1:
         return TORCH_DTYPE_MAP[t.mixed_precision_param]
     return TORCH_DTYPE_MAP[t.dtype]
@@ -100,7 +100,7 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
         return layers * saved[ac.mode]
     if ac.selective_ac_option == "op":
         return layers * saved["op"]
-    # 0 stands for every block, as 1 does
+    # both 0 and 1 mean that every block is checkpointed
     checkpointed = layers // (int(ac.selective_ac_option) or 1)
     return checkpointed * full + (layers - checkpointed) * none
 
@@ -160,8 +160,8 @@ def logit_bytes(
     if not chunk:
         shards = tp if loss_parallel else 1
         return tokens * args.vocab_size // shards * number
-    # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a
-    # tensor of its own, and the logits of an eager loss are also in fp32.
+    # The weight's gradient is added up in fp32. With bf16, the part of a chunk is another
+    # tensor, and an eager loss also has the logits in fp32.
     if not compiled or tp > 1:
         number = 4 + lower
     of_chunk = max(chunk * number, lower * (chunk + args.dim))
@@ -228,23 +228,24 @@ def estimate(
         computed = args.dim * token + matrix * 4
         cast = matrix * _lower(dtype.itemsize)
         spread_in_loss = 0
-    # layers, their units and products
+    # three tensors: layers, their unit vectors, and products
     together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * output)
     tied = matrix * dtype.itemsize * args.enable_weight_tying
     before = shard * accumulating
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
-        # the loss; with a chunked head, in its forward
+        # in the cross-entropy; with a chunked head, in its forward
         (before, saved + head, spread_in_loss, logits),
-        # the loss of dispersion
+        # in the loss of dispersion
         (before, saved + head, dispersed, computed + together),
-        # backward begins with the head
+        # when backward begins with the head
         (before, saved + head, spread, computed + cast),
-        (before, saved + working, spread, tied),  # and comes to the last block
-        # the first block
+        # when backward comes to the last block
+        (before, saved + working, spread, tied),
+        # when backward comes to the first block
         (shard, saved / args.n_layers + working, spread / args.n_layers, tied),
-        # The tied gradients of output and embedding, and their sum, of which ``shard``
-        # or ``unsharded`` has one.
+        # When the gradients of output and embedding are added up: both and their sum,
+        # except for the one that ``shard`` or ``unsharded`` counts.
         (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
     ]
     # Adam has two moments of the size of the weights.
@@ -264,11 +265,11 @@ def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
     return (names + moments) * TORCH_DTYPE_MAP[job_config.training.dtype].itemsize
 
 
-# Bytes of one part in a plan that rank 0 gathers, and in .metadata (measured with
-# Qwen3-0.6B on 8 and on 640 shards).
+# Bytes that one part of a checkpoint takes in a plan that rank 0 gathers, and in
+# .metadata (measured with Qwen3-0.6B on 8 and on 640 shards).
 PLANNED_BYTES = 245
 METADATA_BYTES = 185
-ADAMW_OPTIONS = 12  # that DCP saves per parameter, one entry each
+ADAMW_OPTIONS = 12  # options of AdamW that DCP saves per parameter, one entry each
 
 
 def checkpoint_parts(model: DispModel, shards: int) -> int:
@@ -296,7 +297,7 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
     saved = {*range(c.interval, steps, c.interval), steps}
     if c.enable_first_step_checkpoint:
         saved.add(1)
-    kept = set(sorted(saved)[-c.keep_latest_k :])  # all of them if it is 0
+    kept = set(sorted(saved)[-c.keep_latest_k :])  # all if keep_latest_k is 0
     if c.keep_every:
         kept |= {step for step in saved if step % c.keep_every == 0}
     return len(saved), len(kept), min(len(saved), len(kept) + 1)
@@ -307,19 +308,19 @@ class Gpu:
     """Describe one device as torch sees it."""
 
     device: str  # torch's name of the device that has these numbers
-    # peak FLOP/s of dense matrix products; data sheets often name the double, with
+    # peak FLOP/s of dense matrix products; data sheets often give twice as much, with
     # sparsity
     bf16_flops: float
     fp32_flops: float  # peak FLOP/s of matrix products without TF32
     # Bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. The CUDA or
     # ROCm context, NCCL and fragmentation take about this difference.
     memory: float
-    # peak bytes/s sent to others of its node; data sheets often name the sum of both
+    # peak bytes/s sent to other GPUs of the node; data sheets often give the sum of both
     # directions
     node_bandwidth: float
     # bytes/s sent to other nodes, of the machine that the comment beside it names
     network_bandwidth: float
-    # peak bytes/s of its memory; without a number, about that of the RTX4090
+    # peak bytes/s of its memory; the default is about that of the RTX4090
     memory_bandwidth: float = 1e12
 
 
@@ -377,7 +378,7 @@ GPUS = {
         memory=64e9,  # ROCm's page "GPU specifications": 128 GiB for a card
         # Frontier User Guide: 200 GB/s between the two dies of a card, and 50 to 100
         # GB/s between dies of two cards. A ring over all eight is as fast as its
-        # slowest link, if it uses one of 50 GB/s; that it does is our assumption.
+        # slowest link. We assume that the ring uses a link of 50 GB/s.
         node_bandwidth=50e9,
         network_bandwidth=12.5e9,  # Frontier User Guide: 4 cards of 200 Gb/s for 8 dies
         memory_bandwidth=1.6e12,  # AMD's table: 3.2 TB/s for a card
@@ -388,7 +389,7 @@ GPUS = {
         bf16_flops=1307.4e12,
         fp32_flops=163.4e12,  # the same, fp32 matrix products
         memory=192e9,  # ROCm's page "GPU specifications": 192 GiB
-        # The same page on the microarchitecture: a link to each of the other seven.
+        # The same page on the microarchitecture: a link to each of the other seven GPUs.
         # Derived: 16 lanes of 32 Gb/s are 64 GB/s one way. The lanes' number and speed
         # are from the press (B. Wheeler, January 2024), not from AMD's pages. A ring
         # uses fewer links at a time than all seven, and may be slower.
@@ -397,8 +398,8 @@ GPUS = {
         network_bandwidth=50e9,
         memory_bandwidth=5.3e12,  # ROCm's page on the microarchitecture
     ),
-    # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which
-    # is our assumption.
+    # GPUs of desktops: PCIe ×16 (4.0, and 5.0 for the last GPU), and 10 Gb/s Ethernet,
+    # which is our assumption.
     "RTX3090": Gpu(
         device="NVIDIA GeForce RTX 3090",
         # GA102 white paper: dense, with FP32 sums; twice as much with sparsity

@@ -73,7 +73,7 @@ def freeze(
         folder.parent.mkdir(parents=True, exist_ok=True)
         warn_of_writers(run)
         partial.mkdir(mode=0o700)
-        # a site's file may include another
+        # a site's file may include another site's file
         (partial / "slurm" / "sites").mkdir(parents=True)
         for file in (*SCRIPTS.glob("*.*"), *SCRIPTS.glob("sites/*.sh")):
             # The mode is not copied, because an installation may be read-only.

@@ -79,8 +79,8 @@ def hub_warnings(
     for data in training_sets(job_config):
         if not data.on_hub:
             continue
-        # Every stream reads each file that has its documents (at most files + streams
-        # reads), on all of its ranks.
+        # All ranks of a stream read each file that has documents of the stream. The
+        # streams together read at most (files + streams) files.
         fetch = "DIR"
         count = f"{(C4_FILES + streams) * (ranks // streams):,} requests (one per file and rank that reads it)"
         if is_hub_name(data.dataset):

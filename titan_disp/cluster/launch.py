@@ -120,8 +120,8 @@ def _start_ranks(
         nproc_per_node=nproc,
         run_id=f"titan-disp-{os.getpid()}",
         rdzv_backend="c10d",
-        # Addresses, because not every container resolves localhost, and not every
-        # laptop its own name.
+        # Addresses instead of names, because not every container can resolve localhost,
+        # and not every laptop can resolve its own name.
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
@@ -258,7 +258,7 @@ OTHER_PYTHON = (
 )
 
 
-# The long options of sbatch, from the manual of SLURM 23.11 and later ones
+# The long options of sbatch, from the manuals of SLURM 23.11 and later versions
 SBATCH_OPTIONS = """
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
 consolidate-segments constraint container container-id contiguous core-spec

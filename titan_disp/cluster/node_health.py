@@ -42,14 +42,14 @@ REPORT = "titan-disp-node-report: "
 # most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with
 # lines of other nodes
 LINE = 1000
-# if a smaller fraction of a GPU's memory is free, another process uses it or has left
-# memory behind
+# if a smaller fraction of a GPU's memory is free, another process uses the GPU or has
+# left memory allocated
 BUSY = 0.9
-LIMIT = 60  # seconds for a tool: if it hangs, so does the driver
+LIMIT = 60  # seconds for a vendor's tool: if the tool hangs, so does the driver
 DAY = 86400.0
 VERBS = Path("/sys/class/infiniband")  # has the cards of InfiniBand, RoCE and EFA
 RECOVERY = "gpu_recovery_action"
-# nvidia-smi's fields, the value of a healthy GPU, and the message for any other value.
+# {field of nvidia-smi: (value of a healthy GPU, message for any other value)}
 NVIDIA_FIELDS = {
     "ecc.errors.uncorrected.volatile.total": (
         "0",

@@ -30,7 +30,8 @@ from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError, counted, one_line_at_the_end
 from titan_disp.templates import templates
 
-# seconds: users compare logs and file times of different nodes, and credentials expire
+# Seconds between clocks. Users compare logs and file times of different nodes, and some
+# credentials are valid for a short time.
 CLOCK_LIMIT = 2.0
 # bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory
 TEST_MEMORY = 2e9
@@ -214,7 +215,7 @@ def main() -> None:
     if what == "folder":
         with one_line_at_the_end():
             run = Path(load_config(words).job.dump_folder).absolute()
-            if problem := writable(str(run)):  # this creates it
+            if problem := writable(str(run)):  # this creates the folder
                 raise ConfigError(f"job.dump_folder: {problem}")
         print(run)
         return

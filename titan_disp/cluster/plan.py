@@ -56,8 +56,8 @@ from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
 NOTICED = 0.1  # a plan warns if communication or checkpoints take a larger part
-LONG = 3600.0  # it warns of more seconds between two checkpoints
-GATHERED = 20e6  # it warns of more bytes that rank 0 gathers in a save
+LONG = 3600.0  # a plan warns of more seconds between two checkpoints
+GATHERED = 20e6  # a plan warns if rank 0 gathers more bytes in a save
 
 
 @dataclass(frozen=True)

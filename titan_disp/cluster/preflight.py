@@ -35,7 +35,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
-# The model's spec and the device type, whatever the config imports.
+# This registers the models and sets the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
 from titan_disp.checks import check_config, check_mesh, check_ranks, config_warnings
@@ -83,7 +83,7 @@ def small_flavor(job_config: JobConfig, ranks: int) -> str:
     """
     # tied embeddings change FSDP's groups
     tied = args_of(job_config).enable_weight_tying
-    # in ascending order
+    # The flavors are in ascending order of size.
     for name, args in find_model(job_config.model.name).flavors.items():
         if name == job_config.model.flavor:
             break
@@ -205,12 +205,13 @@ class Report:
     mesh: dict[str, int]  # dimensions with more than one rank
     accumulation: int
     parameters: int  # a tied embedding counts once
-    own_parameters: int  # elements of these that rank 0 holds
-    seconds: float  # with compilation if it is on
-    # of allocated GPU memory up to the end of the step; on a CPU, the process's
+    own_parameters: int  # elements of the parameters that rank 0 holds
+    seconds: float  # of the step, including compilation
+    # peak of allocated GPU memory up to the end of the step; on a CPU, the process's
     # high-water mark
     peak_bytes: int
-    warnings: list[str] = field(default_factory=list)  # about what a step does not show
+    # about problems that a step does not show
+    warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         template = templates(__file__).get_template("preflight.txt.j2")
@@ -348,7 +349,8 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
-    monitor.reset_peak_stats = lambda: None  # at the end of every step's log
+    # TorchTitan would reset the peaks when it logs the step.
+    monitor.reset_peak_stats = lambda: None
     trainer.step = 1
     start = time.perf_counter()
     trainer.train_step(trainer.batch_generator(trainer.dataloader))

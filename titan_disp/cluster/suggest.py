@@ -27,11 +27,11 @@ from titan_disp.text import estimated_duration
 
 # step times that differ by less than this fraction of the least count as equal
 EQUAL = 0.01
-# Fraction of the GPU's memory that a plan may fill: the rest is for the context, NCCL
-# and fragmentation
+# Fraction of the GPU's memory that a config may fill: the rest is for the CUDA context,
+# NCCL and fragmentation
 FILLED = 0.9
 CHUNK = 2048  # of training.head_chunk_tokens
-# Mode → the part of the forward pass that backward computes again. "op" keeps every
+# By mode: the part of the forward pass that backward computes again. "op" keeps every
 # second product and the attention.
 AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 BATCH = "training.local_batch_size"
@@ -144,7 +144,7 @@ def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[V
         if values[SHARD] > 0:
             values[REPLICATE] = -1
         microbatch = values[BATCH] * world // (values[TENSOR] * context)
-        # −1 is the global batch of one microbatch.
+        # The default, −1, is the global batch of one microbatch per rank.
         if microbatch != sequences:
             values[GLOBAL] = sequences
         if microbatch <= sequences:

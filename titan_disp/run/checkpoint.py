@@ -160,7 +160,7 @@ class DispCheckpointManager(CheckpointManager):
     folder: str
     exclude_from_loading: list[str]
     sd_adapter: HfAdapter
-    save_future: Any = None  # a Future of an asynchronous save
+    save_future: Any = None  # the Future of an asynchronous save, or None
 
     def __init__(self, hooks: Hooks, save_seconds: float, **kwargs: Any) -> None:
         """Create the manager. A collective call.
@@ -187,8 +187,8 @@ class DispCheckpointManager(CheckpointManager):
         self._due = False  # whether a save was put off while steps were skipped
         # Whether an asynchronous save has failed, so that the next call of ``save`` saves.
         self.saves_again = False
-        self._failures = 0  # of asynchronous saves in a row
-        self._saving: int | None = None  # step of an asynchronous save under way
+        self._failures = 0  # asynchronous saves that have failed in a row
+        self._saving: int | None = None  # step of a running asynchronous save
 
     # ---- save
 
@@ -259,7 +259,7 @@ class DispCheckpointManager(CheckpointManager):
                 self.hooks.tokenizer(),
                 self._config.export_dtype,
             )
-        except (ConfigError, OSError) as error:  # the weights are saved
+        except (ConfigError, OSError) as error:  # the weights are saved all the same
             logger.warning(
                 f"{folder} holds weights without config and tokenizer ({error}): "
                 "titan-disp export writes both"
@@ -549,7 +549,7 @@ class DispCheckpointManager(CheckpointManager):
                 f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}"
             )
         folder = self.folder
-        # a folder that does not exist: TorchTitan then takes the initial weights
+        # If the folder does not exist, TorchTitan loads the initial weights.
         self.folder = os.path.join(self.folder, ".none")
         try:
             return super().load(-1)

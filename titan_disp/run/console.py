@@ -28,8 +28,8 @@ from titan_disp.templates import templates
 from titan_disp.text import byte_size
 
 LOG = "full.log"  # in the rank's folder, beside torchrun's stdout.log and stderr.log
-# Warnings that the console does not show: a pattern of the message, and why it means
-# nothing. Those on a CPU are in cpu.HARMLESS.
+# Warnings that the console does not show: {pattern of the message: why it is harmless}.
+# cpu.HARMLESS has the warnings on a CPU.
 HARMLESS = {
     r"Adjusting (warmup|decay) steps to \d": "schedules.schedule_warnings says it",
     r"model\.safetensors\.index\.json not found": (
@@ -42,8 +42,8 @@ HARMLESS = {
         "TorchTitan's groups that never communicate are fake ones without a time-out"
     ),
 }
-# Keys of [dispersion] that an overview shows even if they have their default values; so
-# are the options that the variant uses
+# Keys of [dispersion] that an overview shows even if they have their default values. It
+# also shows all options of the variant.
 TELLING = ("coeff", "layers", "variant", "estimator")
 SYMBOLS = {"coeff": "λ", "tau": "τ", "clamp": "κ"}
 # keys that ``_dispersion`` does not write as "key value"

@@ -217,7 +217,7 @@ class GuardedOptimizers(OptimizersContainer):
         if dist.is_initialized():
             dist.all_reduce(message, op=dist.ReduceOp.MAX)
         arrived = None if message.is_cpu else torch.Event(message.device)
-        # from a GPU, torch copies into pinned memory
+        # torch copies from a GPU into pinned memory, so this does not wait
         self._unread = message.to("cpu", non_blocking=True), arrived
         if arrived is not None:
             arrived.record()
@@ -232,7 +232,7 @@ class GuardedOptimizers(OptimizersContainer):
             if not self.bad_terms:
                 self.inner.step(*args, **kwargs)
             return
-        # as ``settle`` computes it
+        # the same verdict that ``settle`` computes
         bad = torch.maximum(message[1:4].max(), 1 - message[0])
         for optimizer in self.optimizers:
             optimizer.found_inf = bad  # as GradScaler does

@@ -12,7 +12,7 @@ import numpy as np
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed", "refused")
 SHORT = 600  # seconds; most of a shorter start is start-up
-# a start writes these before its resume event
+# events that a start writes before its event ``resume``
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 
 
@@ -29,7 +29,7 @@ def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
         elif step is not None and event["event"] in ("checkpoint", "resume"):
             if event["step"] >= step:
                 return step
-            step = None  # killed before it has saved
+            step = None  # the start was killed before it saved
     return None
 
 
@@ -184,7 +184,8 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
     goodput = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
-        # If the allocation also had an earlier start, it began before that start's end.
+        # If the allocation also had the previous start, it began before that start's
+        # end.
         start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
         **{
             activity: last.get(activity, 0.0)

@@ -31,9 +31,10 @@ from titan_disp.run.integrity import has_hashes
 from titan_disp.run.storage import may_pass, one_line
 from titan_disp.tables import changes
 
-STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
-RUN = "id of the run"  # of RUN/run_id. Checkpoints of earlier versions have none.
-NAME = "identity"  # its name among the states of a checkpoint
+# compared only if [budget] is used: it counts tokens as steps of the same size
+STEP = "tokens of a step"
+RUN = "id of the run"  # from RUN/run_id. Checkpoints of earlier versions have none.
+NAME = "identity"  # the name of the identity among the states of a checkpoint
 
 
 def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from titan_disp.models.hf import INDEX
 from titan_disp.safe_dcp import METADATA, parse_metadata, read_metadata
 
 HASHES = "hashes.json"
-_UNNAMED = f"{METADATA}.tmp"  # DCP writes it, and renames it at the end
+_UNNAMED = f"{METADATA}.tmp"  # DCP writes this file, and renames it to .metadata
 # exists in a checkpoint's folder from the beginning of its save to the end
 SAVING = ".saving"
 ALGORITHM = "xxh3_128"

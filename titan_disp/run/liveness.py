@@ -33,8 +33,8 @@ from titan_disp.run.storage import may_pass, patiently
 ACTIVITIES = ("start_up", "steps", "checkpoints", "condensation", "validation")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NOTICED = 1.2  # a rank is slow if its own time is more than this times the median
-# seconds between two writes of the same kind: steps may be shorter, and the file system
-# may be shared
+# Seconds between two writes of the same file. Steps may be shorter, and the file system
+# may be shared.
 PAUSE = 1.0
 
 
@@ -439,8 +439,8 @@ class StopRequest:
         self._signalled = True
 
     def _is_there(self) -> bool:
-        # An error of the file system counts as no file. ``Path.exists`` would raise
-        # most of these errors.
+        # If the file system fails, this returns False. ``Path.exists`` would raise most
+        # errors.
         return self.file is not None and os.path.exists(self.file)
 
     def _of_a_job(self) -> str | None:
@@ -463,7 +463,7 @@ class StopRequest:
 
     def __call__(self) -> bool:
         """Look for the file, and return whether this rank was asked to stop."""
-        # The next call looks again after an error.
+        # After an error, the next call looks again.
         with suppress(OSError):
             if self.reason is None and self._is_there():
                 # set before the reason, for which another thread waits

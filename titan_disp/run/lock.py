@@ -80,7 +80,7 @@ def lives(pid: int, began: str) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # the process belongs to another user
     # A system may hide other users' processes.
     with suppress(OSError):
         state, *_ = fields = process_fields(pid)

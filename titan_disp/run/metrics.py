@@ -40,7 +40,8 @@ from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
 from titan_disp.run.storage import JsonLines
 
-# Smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
+# Each heatmap in TensorBoard is at this multiple of the previous heatmap's step, or
+# later; our choice.
 HEATMAP_RATIO = 1.25
 # The console reports the time spent waiting for data from this fraction of all time on;
 # our choice
@@ -82,12 +83,12 @@ class TensorBoardFolder(BaseLogger):
         self.run = run
         self._writer: SummaryWriter | None = None
         self._losing = False
-        self._next_heatmap = 0.0  # step
+        self._next_heatmap = 0.0  # the smallest step of the next heatmap
         self._untrained: np.ndarray | None = None  # mean cosines at step 0
 
     def _open(self, step: int) -> SummaryWriter:
-        # purge_step hides what a killed job wrote after the checkpoint that this job
-        # resumed
+        # purge_step hides rows that a killed job wrote after the checkpoint from which
+        # this job resumes
         if self._writer is None:
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
         return self._writer
@@ -188,7 +189,7 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, step)
-        self._step_seconds = 0.0  # of the clock, at the last log
+        self._step_seconds = 0.0  # ``clock.step_seconds`` at the last log
         self._bad_fit = False  # whether a warning about a bad fit was logged
         # This rank's counters at the last log.
         self._last_counters: dict[Metric, float] = {}

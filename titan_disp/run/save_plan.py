@@ -86,7 +86,8 @@ def written_here(state: dict[str, Any]) -> dict[str, Any]:
     The parts are assigned in descending order of size, each to the rank that has the
     fewest bytes so far. All ranks that hold the same parts get the same result.
     """
-    planned: dict[Any, list[int]] = {}  # by ``holders``: bytes of each of these ranks
+    # {``holders``: bytes that each of these ranks writes so far}
+    planned: dict[Any, list[int]] = {}
     written = {}
     sizes = {name: local_bytes(value) for name, value in state.items()}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -156,7 +156,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lost = 0  # lines since the file could last be written
+        self._lost = 0  # number of lines lost since the last successful write
         self._waiting: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._failing = False
