@@ -2,7 +2,7 @@
 
 Each *start* continues from the run's newest checkpoint.
 
-TorchTitan's trainer runs the steps; what titan-disp adds to each is, in their order:
+TorchTitan's trainer runs the steps. In each step, titan-disp adds, in this order:
 
     batch_generator         data.loader hands out the next batch of this rank's slots
     forward_backward_step   models.decoder returns (logits, activations), objective takes both as predictions
@@ -195,7 +195,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _connect_parts(self, world_size: int) -> None:
-        """Give the parts that TorchTitan has built what they need of other parts."""
+        """Connect the parts that TorchTitan has built with each other."""
         job = self.job_config
         self.loss_fn.defer = True
         if job.validation.enable:
@@ -267,7 +267,7 @@ class DispTrainer(Start, Trainer):
     # ---- before the first step
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Return the batches of this rank, and before, record what begins.
+        """Return an iterator over the batches of this rank, after recording what begins.
 
         TorchTitan calls this once, after it has loaded a checkpoint: the step is known
         from here on. Raises on all ranks RefusedError if the checkpoint is of another
@@ -379,9 +379,9 @@ class DispTrainer(Start, Trainer):
             self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
-        """Report how far all ranks together have read to their data positions, unless
-        nothing has changed. A rank that has finished waits here for the others, because
-        its first step would not wait that long.
+        """Report how far all ranks together have read to their data positions, if they
+        have read more since the last report. A rank that has finished waits here for
+        the others, because its first step would not wait that long.
 
         A collective call, which each rank repeats until its progress is finished.
         """

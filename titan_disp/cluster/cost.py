@@ -443,8 +443,8 @@ def gpu_name(asked: str) -> str:
 
 
 def similar_gpu(device: str) -> str:
-    """Return the name in ``GPUS`` of which a device is a variant, such as H100 for
-    "NVIDIA H100 PCIe", or "".
+    """Return the name of the GPU in ``GPUS`` that a device is a variant of, such as H100
+    for "NVIDIA H100 PCIe", or "".
     """
     words = device.replace("RTX ", "RTX").replace("-", " ").split()
     return next((name for name in GPUS if name in words), "")

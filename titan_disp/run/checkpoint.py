@@ -402,8 +402,8 @@ class DispCheckpointManager(CheckpointManager):
             self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Delete all complete checkpoints but the newest ``keep_latest_k`` and those of
-        every ``keep_every`` steps. Unfinished saves are neither counted nor deleted.
+        """Delete old complete checkpoints: not the newest ``keep_latest_k``, and not those
+        of every ``keep_every`` steps. Unfinished saves are neither counted nor deleted.
         """
         if (
             self.keep_latest_k <= 0

@@ -191,8 +191,8 @@ class GuardedOptimizers(OptimizersContainer):
         return self.in_a_row == 0
 
     def keeping_counts(self, load: Callable[[], T]) -> T:
-        """Return what ``load`` returns, a function that loads other weights. The counts
-        of steps and skipped steps are kept; the count in a row becomes 0.
+        """Return ``load()``, which loads other weights. The counts of steps and of
+        skipped steps are kept; the count of steps skipped in a row becomes 0.
         """
         self.settle()
         steps, skipped, _ = self._counts.tolist()

@@ -39,8 +39,8 @@ PAUSE = 1.0
 
 
 class Aside:
-    """Call short functions that use files in a thread, so that a slow file system can
-    neither delay a step nor end it.
+    """Call short functions that use files. They run in a thread, so that a slow file
+    system can neither delay a step nor end it.
 
     Each of ``errands`` is called after a ``wake``, and at least once per ``PAUSE``
     seconds.
@@ -62,7 +62,7 @@ class Aside:
         if self._thread is not None:
             logger.warning(
                 "the thread that writes heartbeat.json and looks for the file stop "
-                "has died: it starts again"
+                "has died: a new thread starts"
             )
         self._thread = threading.Thread(
             target=self._run, name="titan-disp aside", daemon=True

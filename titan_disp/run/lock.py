@@ -130,7 +130,9 @@ def _is_renewed(path: Path) -> bool:
         clock = os.fstat(file.fileno()).st_mtime
     if max(times, default=0.0) < clock - LEFT:
         return False
-    logger.info(f"waiting up to {LIFE:.0f} s to see whether the holder of {path} lives")
+    logger.info(
+        f"waiting up to {LIFE:.0f} s to see whether the holder of {path} is alive"
+    )
     end = time.monotonic() + LIFE
     while time.monotonic() < end:
         time.sleep(PAUSE)
