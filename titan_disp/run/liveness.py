@@ -472,8 +472,8 @@ class StopRequest:
         return self.asked()
 
     def asked(self) -> bool:
-        """Return whether this rank was asked to stop, by a signal or by a file that a
-        call has found.
+        """Return whether this rank was asked to stop, without looking for the file: by a
+        signal, or by a file that an earlier ``__call__`` has seen.
         """
         return self.reason is not None
 
