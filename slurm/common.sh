@@ -5,8 +5,8 @@
 
 say() { echo "titan-disp: $(date -u +%FT%TZ) $*"; }
 
-# Says why and requeues the job $job: what the supervisor did not intend must not end the job for good. It was killed, or
-# this node lacks Python, a file system or SLURM's answer.
+# Prints the reason $1 and requeues the job $job. This runs if the supervisor did not end as intended: it was killed, or this
+# node lacks Python, a file system or an answer from SLURM. Such a failure must not end the job for good.
 again() {
   say "$1"
   state=$(scontrol show job "$job" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p' | head -n 1)
@@ -51,13 +51,14 @@ words "${TITAN_DISP_PREFIX:-}" >/dev/null || {
   exit 2
 }
 
-# A variable that is misspelled, or that an older version read, would do nothing in silence. titan_disp reads _TRITON.
+# Without a warning, nobody would notice a variable that is misspelled, or that only an older version read. titan_disp reads
+# _TRITON.
 unread=$(compgen -e | grep '^TITAN_DISP_' | grep -vxE \
   'TITAN_DISP_(SITE|PYTHON|PREFIX|SRUN_ARGS|ENV_ARCHIVE|NPROC|ENDPOINT|LOCAL|CHECK_SECONDS|RETRIES|SPARES|STAGES|START|TRITON)' | xargs)
 [ -z "$unread" ] || say "warning: nothing reads these variables (slurm/pretrain.sbatch lists all): $unread"
 
-# Runs supervise.py with these arguments, and exits with the status that it intended. The caller's traps have appended the
-# signals so far to $early.
+# Runs supervise.py with these arguments, and exits with the status that it intended. $early has the signals that the traps of
+# the caller have received so far.
 supervise() {
   # The supervisor reads the file. TMPDIR may exist on the login node only.
   signals=$(mktemp 2>/dev/null || TMPDIR=/tmp mktemp || TMPDIR=/dev/shm mktemp) || again "no temporary file can be written here"

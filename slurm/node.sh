@@ -46,7 +46,7 @@ run=$1
 module=$2
 shift 2
 
-# torch.distributed.run takes its options from variables as well: PET_STANDALONE=1 would start a run of its own on every node.
+# torch.distributed.run also reads its options from variables: PET_STANDALONE=1 would start a separate run on every node.
 unset "${!PET_@}"
 tee=()
 [ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 also writes to the job's log; every rank has its own files

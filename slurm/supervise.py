@@ -17,9 +17,9 @@ RUN is the run's folder: docs/run_folder.md lists its files, which this program 
 and writes without importing titan_disp. The decision depends on what the run wrote to
 RUN/events.jsonl, not on exit statuses, because torchrun and srun each change these.
 slurm/README.md says what counts as a failure. The batch script writes the names of the
-signals that it receives to the file SIGNALS. In the file POINTER, a start finds the
-launch folder of the one before. In a launch folder (RUN/launch/NAME/slurm), CONFIG and
-overrides come from launch.json there.
+signals that it receives to the file SIGNALS. The file POINTER contains the path of the
+launch folder that the previous start used. If this program is in a launch folder
+(RUN/launch/NAME/slurm), CONFIG and overrides come from launch.json there.
 """
 
 import collections
@@ -49,11 +49,12 @@ REQUEUE = "requeue"
 END = "end"
 GIVE_UP = "give up"
 FINAL = (REQUEUE, END, GIVE_UP)
-# These marks precede JSON that is meant for this program, on a line of output that may
-# contain anything else.
+# In the output of commands, these marks precede JSON for this program. The rest of the
+# line may be anything.
 NODE_REPORT = "titan-disp-node-report: "
 LAUNCH = "titan-disp-launch: "
-# added to the exit status, so that common.sh can tell it from that of a killed program
+# Added to the exit status, so that common.sh can distinguish an intended end from that of
+# a killed program.
 INTENDED = 64
 # minutes before a requeue, or a retry in the same job, after so many failures in a row
 RETRIES = "now,10,30,60,60,60"
@@ -61,7 +62,7 @@ UNITS = (1, 60, 3600, 86400)  # seconds
 PORT = r"[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]"
 NOW_OR_LATER = 2  # minutes before a requeue instead of a retry "now"
 LEAD = 300  # seconds of sbatch --signal in the batch scripts
-# of a job whose failures cannot be counted (also in the batch scripts)
+# most restarts of a job whose failures cannot be counted (also in the batch scripts)
 MOST_RESTARTS = 50
 # These fields of scontrol take a whole line, and may contain anything, even the name of
 # another field.
@@ -122,8 +123,8 @@ def say(text):
 
 
 def read_json(path, passed_over=OSError):
-    """Return the JSON object in a file, or an empty one if it has none or raises an
-    error that is ``passed_over``.
+    """Return the JSON object in a file, or {} if the file has none, or if it cannot be
+    read because of an error of the type ``passed_over``.
     """
     content = None
     with contextlib.suppress(passed_over, ValueError), open(path, **TEXT) as file:
@@ -139,7 +140,7 @@ def write(path, text):
 
 
 def marked(lines, mark):
-    """Return the JSON values after a mark, and print the lines without it.
+    """Return the JSON values after a mark in lines, and print the lines without a mark.
 
     The rest of a marked line, and JSON that cannot be read, are dropped.
     """
@@ -155,7 +156,7 @@ def marked(lines, mark):
 
 
 def seconds_of(limit):
-    """Convert SLURM's [DAYS-][HOURS:]MINUTES:SECONDS to seconds; None means a word,
+    """Return SLURM's [DAYS-][HOURS:]MINUTES:SECONDS in seconds, or None if it is a word
     such as UNLIMITED.
     """
     numbers = re.findall(r"\d+", limit)
@@ -166,13 +167,14 @@ def seconds_of(limit):
 
 def events(run, start, *names):
     """Return the events with these names that one start has written to events.jsonl, or
-    none if it cannot be read.
+    [] if the file cannot be read.
     """
     chosen = []
     path = os.path.join(run, "events.jsonl")
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         for line in file:
-            # a killed process may leave an unfinished line, or another program a word
+            # A killed process may leave an unfinished line, and another program any
+            # line.
             with contextlib.suppress(ValueError, TypeError, LookupError):
                 event = json.loads(line)
                 if event["job"] == start and event["event"] in names:
@@ -181,7 +183,7 @@ def events(run, start, *names):
 
 
 def section(run, name):
-    """Return a section of the run's config, or an empty one if it is not known."""
+    """Return a section of the run's config, or {} if it cannot be read."""
     options = read_json(os.path.join(run, "config.json")).get(name)
     return options if isinstance(options, dict) else {}
 
@@ -195,8 +197,8 @@ def newest_checkpoint(run):
 
 
 def of_ranks(run, start, name):
-    """Return (node's number, rank's folder, path) of the files that torchrun's ranks
-    leave.
+    """Return (node's number, rank's folder, path) of each file with this name that the
+    ranks of a start have left in torchrun's log folders.
     """
     paths = glob.glob(
         os.path.join(glob.escape(run), "logs", start, "node-*", "**", name),
@@ -231,7 +233,7 @@ def stacks(run, start):
     for node, rank, path in of_ranks(run, start, "stderr.log"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - (1 << 16)))
-            # Python's faulthandler
+            # how a dump of Python's faulthandler begins
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")
             # The dump has the newest thread first and the main thread last.
             frame = re.search(
@@ -246,10 +248,10 @@ def stacks(run, start):
 
 def gpus_asked(environment):
     """Return the GPUs per node that the job asked for or that its ranks need, or None
-    if nothing tells.
+    if this is unknown.
     """
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
-    # Otherwise the ranks run on CPUs, or nothing is known
+    # Without these two, the ranks run on CPUs, or the number of GPUs is unknown.
     if any(name in environment for name in names):
         names.insert(0, "TITAN_DISP_NPROC")
     for name in names:
@@ -261,9 +263,10 @@ def gpus_asked(environment):
 
 
 def judge_nodes(expected, reports, asked):
-    """Return node -> problems of the ``expected`` nodes that cannot train.
+    """Return {node: problems} of the ``expected`` nodes that cannot train.
 
-    ``asked``: GPUs per node, or None.
+    ``reports``: {node: report} of the nodes that answered. ``asked``: the result of
+    ``gpus_asked``.
     """
     counts = {node: len(report.get("gpus", [])) for node, report in reports.items()}
     by_size = sorted(counts.values(), reverse=True)
@@ -285,8 +288,8 @@ def judge_nodes(expected, reports, asked):
 
 
 def within(seconds, function, default=None):
-    """Return or raise what a function does, or return ``default`` if it takes longer
-    than ``seconds``.
+    """Return what a function returns, or ``default`` if it takes longer than
+    ``seconds``. Raises what the function raises.
     """
     # No signal ends a call to a file system that hangs, so the function runs in a
     # thread, which may be left behind.
@@ -304,8 +307,8 @@ def within(seconds, function, default=None):
 
 
 def task_of_array(path, environment):
-    """Return CONFIG and overrides of this task, which are its point in a sweep's
-    points.json, or raise Failure.
+    """Return CONFIG and overrides of this task of an array, which are its point in a
+    sweep's points.json. Raises Failure if there is no such point.
     """
     number = environment.get("SLURM_ARRAY_TASK_ID", "")
     try:
@@ -322,7 +325,7 @@ def task_of_array(path, environment):
 def is_free(port):
     """Return whether a process can listen on a port of this node."""
     with socket.socket() as probe:
-        # What an ended process leaves of its connections is no obstacle.
+        # Connections that an ended process has left do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -349,9 +352,9 @@ class Supervisor:
         self.environment = dict(environment)
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
-        # The name of this job in SLURM's commands. One task of an array has the array's
-        # own number, which would mean all tasks. (A job that a task has submitted
-        # inherits these variables, but is not a task.)
+        # The name of this job in SLURM's commands. One task of an array has the same
+        # number as the array, which would mean all tasks. (A job that a task has
+        # submitted inherits these variables, but is not a task.)
         self.address = self.job
         if of_array:
             task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
@@ -362,20 +365,20 @@ class Supervisor:
         self.launch = {}
         self._read_launch(os.path.dirname(here))
         self.heard = []  # the signals that this process received itself
-        self.fields = {}  # scontrol's, of the job
+        self.fields = {}  # the job's fields, from scontrol
         self.hosts = []  # the job's nodes
-        # those of them that SLURM called down after a failed start: the job goes on
-        # without them
+        # the nodes that SLURM called down after a failed start: the job goes on without
+        # them
         self.dropped = set()
         self.starts = 0
         self.trained = False
         # seconds between two looks at signals, heartbeat and step
         self.pause = 0.5
-        # between calls of scontrol, because slurmctld may be busy or failing over
+        # seconds between calls of scontrol, as slurmctld may be busy or failing over
         self.requeue_pauses = (1, 2, 4, 8, 16)
-        # that a step may take to end
+        # seconds that a step may take to end
         self.kill_wait = 60.0
-        # that SLURM may take to end this script after a requeue
+        # seconds that SLURM may take to end this script after a requeue
         self.last_wait = 60.0
         # seconds without a heartbeat while Python and torchrun start or end
         self.quiet = 1800.0
@@ -419,8 +422,8 @@ class Supervisor:
 
     def begin(self):
         """Begin a start: at the beginning of the job, or after a failure within it."""
-        # The number of a job may come again when SLURM's own count begins anew, but not
-        # with these digits.
+        # SLURM may use the number of a job again, after its own count has begun anew.
+        # The random digits distinguish the starts.
         self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
@@ -428,15 +431,15 @@ class Supervisor:
         self.status = None  # srun's exit status, once training has ended
         self.stalled = ""  # why this process ended training
         self.beat = {}  # the newest heartbeat
-        self.waits_for = ""  # which rank the others wait for, as rank 0 says
-        self.beat_time = 0.0  # when it, or none, was first seen
+        self.waits_for = ""  # which rank the others wait for, from the heartbeat
+        self.beat_time = 0.0  # when this heartbeat, or none, was first seen
 
     def _read_launch(self, folder):
-        """Take the run folder, CONFIG and overrides from a launch folder
-        (cluster/freeze.py), if this is one.
+        """Read the run folder, CONFIG and overrides from a folder, if it is a launch
+        folder (cluster/freeze.py).
         """
         if re.search(r"/launch/(\d+[.]\d+[.][0-9a-f]{6}|\d{8}-\d{6}-\d+)$", folder):
-            # The batch script starts again if this fails.
+            # If this raises an error, the batch script requeues the job.
             with open(os.path.join(folder, "launch.json"), **TEXT) as file:
                 self.launch = json.load(file)
             self.argv = self.launch["argv"]
@@ -445,8 +448,8 @@ class Supervisor:
 
     @property
     def lead(self):
-        """Seconds before the time limit at which SLURM signals the job, from its
-        options (``submit`` keeps them) or from sbatch's variable.
+        """Seconds before the time limit at which SLURM signals the job, from the options
+        of sbatch (in launch.json) or from sbatch's variable.
         """
         options = [self.environment.get("SBATCH_SIGNAL", "")]
         options += self.launch.get("sbatch", [])
@@ -470,8 +473,8 @@ class Supervisor:
     # ---- the cluster's commands
 
     def call(self, *command, loud=False):
-        """Run a quick command; return its status (127 if it cannot run or takes a
-        minute) and, if it is 0, its stdout.
+        """Run a quick command, and return its status and stdout. The status is 127 if it
+        cannot run or takes a minute; the stdout is "" unless the status is 0.
         """
         try:
             done = subprocess.run(
@@ -522,13 +525,13 @@ class Supervisor:
         return {"UNLIMITED": float("inf"), "INVALID": 0}.get(text, unknown)
 
     def squeue(self, *options):
-        """Return what squeue says of this job, or "" without an answer."""
+        """Return the output of squeue about this job, or "" without an answer."""
         command = ("squeue", "--noheader", "--job=" + self.address)
         _, text = self.call(*command, *options)
         return text.strip()
 
     def requeued_already(self):
-        """Tell whether SLURM has requeued this job, or even started it again, since
+        """Return whether SLURM has requeued this job, or even started it again, since
         this start began.
         """
         restarts = self.show_job().get("Restarts", "")
@@ -547,8 +550,8 @@ class Supervisor:
         return names + self.heard
 
     def hostnames(self, names):
-        """Return the nodes of a list as SLURM writes it, such as gpu[01-80], or raise
-        Failure.
+        """Return the names in a list of nodes in SLURM's form, such as gpu[01-80]. Raises
+        Failure if scontrol fails.
         """
         status, text = self.insist("scontrol", "show", "hostnames", names)
         if status:
@@ -556,14 +559,14 @@ class Supervisor:
         return text.split()
 
     def nodes(self):
-        """Return the job's nodes in SLURM's order, without those that were dropped."""
+        """Return the job's nodes in SLURM's order, without the ``dropped`` ones."""
         self.hosts = self.hosts or self.hostnames(
             self.environment["SLURM_JOB_NODELIST"]
         )
         return [node for node in self.hosts if node not in self.dropped]
 
     def needed(self):
-        """Return how many nodes train: those of the job without its spares."""
+        """Return how many nodes train: the number of the job's nodes minus its spares."""
         return int(self.environment["SLURM_NNODES"]) - self.spares
 
     def begin_process(self, command, **options):
@@ -572,8 +575,8 @@ class Supervisor:
         )
 
     def begin_step(self, command, nodes=None, kill=True, **options):
-        """Begin a command on these nodes, or on all, by srun: one task on each with all
-        memory and cores.
+        """Begin a command with srun on these nodes, or on all: one task on each node, with
+        all of its memory and cores.
         """
         # --cpus-per-task would be one number for all nodes: too large for some, and too
         # small for all cores of others.
@@ -618,7 +621,7 @@ class Supervisor:
         if limit is not None and limit <= self.lead:
             problem = (
                 f"the time limit is {limit} s, and SLURM signals the job {self.lead} s "
-                "before it, so that every start would end before it has trained. Ask "
+                "before it, so every start would end before it has trained. Ask "
                 "for a longer --time, or for a later signal with "
                 "SBATCH_SIGNAL=B:USR1@SECONDS"
             )
@@ -638,7 +641,7 @@ class Supervisor:
         archive = self._setting("ENV_ARCHIVE")
         if not archive:
             return Outcome(FREEZE, "the environment is used where it is")
-        # Nobody can guess the name, and make it before this job does.
+        # Nobody can guess the name and create the folder before this job does.
         local = os.path.join(self._setting("LOCAL", "/tmp"), "titan-disp-" + self.start)
         say(f"environment: {archive} to {local} on every node")
         tar = local + ".tar"
@@ -655,8 +658,8 @@ class Supervisor:
         return Outcome(FREEZE, "the environment is on every node")
 
     def freeze(self):
-        """Write what this job runs to RUN/launch, unless ``titan-disp submit`` has done
-        so (cluster/freeze.py).
+        """Write what this job runs to a launch folder (cluster/freeze.py), unless
+        ``titan-disp submit`` has done so.
         """
         if not self.launch:
             folders, problem = self._ask(
@@ -672,8 +675,8 @@ class Supervisor:
         return Outcome(CHECK, f"this job runs {os.path.dirname(self.here)}")
 
     def _use_launch(self, folders):
-        """Continue with the last one of these launch folders, and keep its name for a
-        requeued job; return what is wrong, or "".
+        """Continue with the last one of these launch folders, and write its path to the
+        file POINTER for a requeued job. Return what is wrong, or "".
         """
         if not folders:
             return "the config could not be read"
@@ -684,15 +687,15 @@ class Supervisor:
         # a container may have the run folder under another path
         except OSError as error:
             return f"the launch folder cannot be used on this node: {error}"
-        # Otherwise a requeued job searches the run folder.
+        # Without the file POINTER, a requeued job searches the run folder.
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.pointer), exist_ok=True)
             write(self.pointer, folders[-1])
         return ""
 
     def check_nodes(self):
-        """Ask every node what is wrong with it; the answers must come within
-        ``check_seconds``.
+        """Let every node check itself, within ``check_seconds``, and choose the nodes that
+        train.
         """
         if not self.checks_nodes:
             return Outcome(PREPARE, "the check of the nodes is switched off")
@@ -715,7 +718,7 @@ class Supervisor:
             blamed = []
             reason = (
                 f"{len(problems)} of {len(expected)} nodes fail their check, which "
-                f"counts as the job's failure and not as theirs: {reason}"
+                f"counts as a failure of the job and not of the nodes: {reason}"
             )
         elif problems:
             reason = "nodes that cannot train: " + reason
@@ -731,7 +734,7 @@ class Supervisor:
         return Outcome(PREPARE, text)
 
     def _down(self, nodes):
-        """Return those of the nodes that SLURM itself calls down, drained, failing or
+        """Return the nodes among these that SLURM itself calls down, drained, failing or
         not responding (*).
         """
         chosen = "--nodes=" + ",".join(nodes)
@@ -741,9 +744,9 @@ class Supervisor:
         )
 
     def _node_reports(self, nodes):
-        """Return (node -> report, srun's status).
+        """Return ({node: report}, srun's status).
 
-        A node that hangs has no report, and the step is ended.
+        If a node hangs, the step is ended, and the node has no report.
         """
         process = self.begin_step(
             self.script("node.sh", "check"),
@@ -764,9 +767,9 @@ class Supervisor:
         return reports, process.returncode
 
     def _await(self, process, end):
-        """Return a process's lines and status: None if ``end`` ended it after
-        ``check_seconds``. Raise Signalled if a signal has come, whether or not the
-        process had ended.
+        """Return the lines and the status of a process. After ``check_seconds``, call
+        ``end`` with the process; the status is then None. Raises Signalled if a signal
+        has come, even if the process has ended.
         """
         lines = []
         reader = threading.Thread(
@@ -783,7 +786,7 @@ class Supervisor:
         status = process.poll()
         if status is None:
             end(process)
-        # nothing ends a process whose file system hangs
+        # A process whose file system hangs cannot be ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self.kill_wait)
         if self.signalled():
@@ -795,7 +798,7 @@ class Supervisor:
         return lines, status
 
     def _blame(self, nodes):
-        """Record that these nodes failed now, unless another job uses the folder."""
+        """Record that these nodes failed now, unless another job uses the run folder."""
         if nodes and not self.owner():
             times = self._failures_of_nodes()
             for node in nodes:
@@ -804,8 +807,8 @@ class Supervisor:
                 write(self.file("nodes.json"), json.dumps(times))
 
     def _failures_of_nodes(self):
-        """Return node -> the times at which it failed within the last day, also if the
-        clock was put back.
+        """Return {node: times at which it failed} of the last day. If the clock was set
+        back, times of the coming day count as well.
         """
         return {
             node: [when for when in times if abs(time.time() - when) < 86400]
@@ -819,8 +822,8 @@ class Supervisor:
         return sorted(node for node in times if len(times[node]) >= 2)
 
     def _ask(self, task, *arguments):
-        """Run a task of node.sh on the first node and print its output; return the
-        values that it marks, and what is wrong or "".
+        """Run a task of node.sh on the first node and print its output. Return the values
+        that the task has marked (``LAUNCH``), and what is wrong, or "".
         """
         command = self.script("node.sh", task, *arguments)
         if self.srun_args:  # the interpreter may be in a container that srun starts
@@ -845,7 +848,7 @@ class Supervisor:
             )
             return Outcome(END, reason)
         if self.trained:
-            return Outcome(TRAIN, "the config is that of the start before")
+            return Outcome(TRAIN, "the config has been checked by the previous start")
         _, problem = self._ask(
             "prepare",
             "--nodes",
@@ -857,7 +860,8 @@ class Supervisor:
         )
         if not problem:
             return Outcome(TRAIN, "the config can start on these nodes")
-        # What has trained has worked before. The checkpoint of step 0 is a seed.
+        # If the run has trained before, its config is right, and the problem may pass.
+        # The checkpoint of step 0 is a seed, from before any training.
         first = self.restart == 0 and newest_checkpoint(self.run) < 1
         if first and not self.owner():
             reason = problem + ". Not requeued: fix the config or the environment"
@@ -866,7 +870,7 @@ class Supervisor:
 
     def owner(self):
         """Return which other job holds the run folder's lock (run/lock.py) and thus
-        owns its state: "job 6", or None. Whether that job still runs, SLURM knows.
+        owns its state: "job 6", or None. SLURM is asked whether that job still runs.
         """
         job = str(read_json(self.file(".lock")).get("job")).split(".")[0]
         if not job.isdigit() or job == self.job:
@@ -875,9 +879,9 @@ class Supervisor:
         return f"job {job}" if state.strip() in ("RUNNING", "SUSPENDED") else None
 
     def held(self):
-        """Tell whether a user has asked the run to stop.
+        """Return whether a user has asked the run to stop.
 
-        A stop file from a job contains the name of its start.
+        Only a stop file that a job wrote contains the name of a start.
         """
         path = self.file("stop")
         with contextlib.suppress(OSError), open(path, errors="replace") as file:
@@ -885,8 +889,8 @@ class Supervisor:
         return False
 
     def ask_to_stop(self):
-        """Write the stop file atomically: an empty one, from a full disk, would look
-        like a user's and hold the run.
+        """Write the stop file atomically: an empty file, as a full disk leaves it, would
+        look like a user's request, and no later start would train.
         """
         if self.held() or self.owner():  # a user's file asks for the same
             return
@@ -900,7 +904,8 @@ class Supervisor:
 
     def endpoint(self):
         """Return HOST:PORT on the first node that trains, where the ranks of this start
-        meet. The port is tried on this script's node, which is usually the same one.
+        meet. Whether the port is free is tried on this script's node, which is usually
+        the same node.
         """
         # Two jobs on one node must not use the same port, such as tasks of an array,
         # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
@@ -935,7 +940,7 @@ class Supervisor:
         self.beat_time = time.monotonic()
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
         self._watch(process)
-        # as if srun had been killed
+        # 137 is the status of a killed srun
         self.status = 137 if process.returncode is None else process.returncode
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
@@ -949,9 +954,9 @@ class Supervisor:
                 names = " and ".join(self.signalled())
                 say(f"{names} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
-                # 0 beyond the limit, where SLURM permits that
+                # 0 seconds are left beyond the limit, if SLURM permits that
                 remaining = self.time_left(self.lead) or self.lead
-                # in which the step is killed and the job requeued
+                # the last seconds, in which the step is killed and the job requeued
                 last = min(45.0, self.lead / 2, remaining / 2)
                 deadline = time.monotonic() + remaining - last
             self.stalled = self.silence()
@@ -968,15 +973,15 @@ class Supervisor:
             time.sleep(self.pause)
 
     def _follow(self, process):
-        """Read what rank 0 writes of itself (run/liveness.py) while a process runs."""
-        # In a thread, which hangs if the file system does. Nothing else notices that:
-        # collective operations have time-outs.
+        """Read the heartbeat of rank 0 (run/liveness.py) while a process runs."""
+        # This runs in a thread, which hangs if the file system does. The run is then
+        # silent, which is the only sign of such a hang.
         while process.poll() is None:
             beat = read_json(self.file("heartbeat.json"))
             if beat:  # a rank that fails deletes it
                 self.waits_for = str(beat.pop("waits_for", ""))
             if beat != self.beat:
-                # the file's own time is that of a file server
+                # The time of the file is not used: it is from the file server's clock.
                 self.beat_time = time.monotonic()
                 self.beat = beat
             time.sleep(self.pause)
@@ -998,7 +1003,7 @@ class Supervisor:
         )
 
     def decide(self):
-        """Choose the next state from what this start has left in the run folder."""
+        """Choose the next state by what this start has written to the run folder."""
         ends = events(self.run, self.start, "complete", "stop", "refused")
         last = ends[-1] if ends else {}
         name = last.get("event")
@@ -1006,7 +1011,7 @@ class Supervisor:
         if name == "complete":
             self.forget()
             return Outcome(END, f"the run is complete: step {last['step']}")
-        # a second requeue would fail, or end the next start
+        # Requeuing a second time would fail, or end the next start.
         if self.requeued_already():
             return Outcome(END, REQUEUED)
         preempted = self.fields.get("PreemptTime", "None") != "None"
@@ -1020,16 +1025,16 @@ class Supervisor:
             return self._stopped(last)
         if self.status is None:
             text = f"asked to stop ({signals[0]}) before training began"
-            # A time limit that leaves no time to train would come again; a preemption
-            # is no fault of the job.
+            # A time limit that leaves no time to train would do the same after a
+            # requeue, so it is a failure. A preemption is not the fault of the job.
             if self.trained or signals[0] == "TERM" or preempted:
                 return Outcome(REQUEUE, text)
             return self.count_failure(text)
         return self._failed()
 
     def _cancelled(self):
-        """Tell whether a job that got SIGTERM, and was not preempted, was cancelled."""
-        # SLURM has just been asked. A job at its time limit is COMPLETING, too.
+        """Return whether a job that got SIGTERM, and was not preempted, was cancelled."""
+        # ``decide`` has just asked SLURM. A job at its time limit is COMPLETING, too.
         ended = self.fields.get("JobState") in ("CANCELLED", "COMPLETING")
         return ended and self.fields.get("Reason") != "TimeLimit"
 
@@ -1051,10 +1056,12 @@ class Supervisor:
         return Outcome(END, f"stopped at step {step}: {reason}")
 
     def _failed(self):
-        """Return the outcome of a start that has neither ended nor stopped its run."""
+        """Return the outcome of a start that has neither completed nor stopped the
+        run.
+        """
         error = first_error(self.run, self.start)
         other = re.search(r"by another job \(.*SLURM job (\w+)", error)
-        # the locks of some file systems hold within one node only
+        # If an earlier start of this same job holds the lock, a later try can succeed.
         if other and other.group(1) != self.job:
             return Outcome(END, f"{error}. Not requeued", 2)
         reason = self.stalled or error
@@ -1071,8 +1078,8 @@ class Supervisor:
         signals = self.signalled()
         if signals:
             reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"
-        # No error text says which node is sick. SLURM does here, and the check of the
-        # nodes before the next start.
+        # No error text says which node is faulty. SLURM may say it here, or the check of
+        # the nodes before the next start.
         down = self._down(self.nodes())
         if down:
             reason += f". SLURM says that {', '.join(down)} cannot run jobs"
@@ -1081,9 +1088,9 @@ class Supervisor:
         return self.count_failure(reason, inside=True)
 
     def state(self):
-        """Return the content of RUN/job.json (``JOB`` says of what), with the defaults
-        for what it lacks or what is another job's own. Raise OSError if it cannot be
-        read: the failures so far must not be forgotten.
+        """Return the content of RUN/job.json, with the defaults of ``JOB`` for missing
+        fields, and for fields that belong to another job. Raises OSError if the file
+        cannot be read, because the failures so far must not be forgotten.
         """
         kept = read_json(self.file("job.json"), passed_over=FileNotFoundError)
         if not kept:  # earlier versions wrote this file
@@ -1123,16 +1130,16 @@ class Supervisor:
         if step > state["step"]:
             state.update(failures=0, step=step, again=0)
         elif state["again"] < most and events(self.run, self.start, "checkpoint"):
-            # It repeated steps after damaged checkpoints. A run whose checkpoints are
-            # always damaged must end, however.
+            # The start has repeated steps after damaged checkpoints, and saved. That is
+            # progress, but a run whose checkpoints are always damaged must end.
             state.update(failures=0, again=state["again"] + 1)
         state["failures"] += 1
         failures = state["failures"]
         try:
             self.keep(state, reason=reason)
         except OSError as error:
-            # Otherwise each would be the first, and this job would start again and
-            # again
+            # If failures cannot be counted, each would look like the first one, and this
+            # job would start again and again.
             inside = False
             failures += self.restart - state["restart"]
             reason += f" (job.json cannot be written: {error.strerror})"
@@ -1141,7 +1148,7 @@ class Supervisor:
             checkpoint = f"newest checkpoint: step {step}"
         row = f"in a row without a new checkpoint ({checkpoint})"
         if failures > most:
-            self.forget()  # a user who submits the job again has fixed something
+            self.forget()  # if a user submits the job again, its failures count anew
             text = f"GIVEN UP after failure {failures} {row}. The last one: {reason}"
             return Outcome(GIVE_UP, text, 1)
         text = f"failure {failures} of at most {most + 1} {row}: {reason}"
@@ -1163,8 +1170,8 @@ class Supervisor:
         return Outcome(REQUEUE, reason + " (not counted)", pause=60 * NOW_OR_LATER)
 
     def can_start_again(self):
-        """Tell whether this job can train again without being requeued: on its other
-        nodes, and with time to train.
+        """Return whether this job can train again without being requeued: whether it has
+        enough nodes, and time to train.
         """
         return (
             self.trained
@@ -1176,8 +1183,8 @@ class Supervisor:
     # ---- ends
 
     def requeue(self, pause=0, reason=""):
-        """Requeue the job for a reason, to start after ``pause`` seconds, and return 1:
-        SLURM ends a requeued job's script meanwhile.
+        """Requeue the job, to start after ``pause`` seconds, and return 1, the exit
+        status. SLURM usually ends this script before it returns.
         """
         for wait in self.requeue_pauses:
             # If SLURM has requeued the job already, the call would end the next start.
@@ -1201,16 +1208,16 @@ class Supervisor:
         return 1
 
     def _update(self, setting):
-        """Change a setting of this job, which SLURM permits only for pending jobs: this
-        one is pending from now on.
+        """Change a setting of this job, and return whether SLURM accepted it. SLURM
+        permits it only for pending jobs, such as this one after its requeue.
         """
         job = "JobId=" + self.address
         status, _ = self.insist("scontrol", "update", job, setting)
         return status == 0
 
     def _exclude(self):
-        """Exclude the bad nodes from the requeued job, and no longer those that are not
-        bad any more. Nodes that the user excluded stay so.
+        """Exclude the ``bad_nodes`` from the requeued job, and admit again nodes that this
+        program excluded before. Nodes that the user excluded stay excluded.
         """
         listed = self.fields.get("ExcNodeList", "")
         excluded = []
@@ -1227,7 +1234,7 @@ class Supervisor:
         self.keep(state, excluded=added)
 
     def conclude(self, text):
-        """Say how the job ends, here and in RUN/outcome.txt."""
+        """Write how the job ends to the job's log and to RUN/outcome.txt."""
         say(text)
         with contextlib.suppress(OSError):
             within(self.patience, lambda: self._write_outcome(text))
@@ -1268,8 +1275,8 @@ class Supervisor:
                 file.write(line)
 
     def enter(self, state, method):
-        """Run a state and return its outcome; it is a failure if the state raises or
-        hangs with the file system.
+        """Run a state and return its outcome. If the state raises an error, or hangs
+        because the file system hangs, this counts as a failure.
         """
         limit = 3 * self.check_seconds + 4 * self.kill_wait
         if state == DECIDE:
@@ -1277,14 +1284,14 @@ class Supervisor:
             if self.signalled():
                 limit = min(limit, self.lead / 2)
         try:
-            # Training has no limit, and does not wait for files.
+            # Training has no time limit, and this process waits for no files meanwhile.
             outcome = method() if state == TRAIN else within(limit, method)
             if outcome is not None:
                 return outcome
             reason = f"no answer within {limit:.0f} s; does the file system of {self.run} hang?"
         except Signalled:
             return Outcome(DECIDE, f"{state}: signalled before training")
-        # such as a lost file system; an error here must not end the run for good
+        # for example a lost file system, which must not end the run for good
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         reason = f"{state}: {reason}"
@@ -1311,8 +1318,8 @@ class Supervisor:
 
 
 def watch(script, supervisor):
-    """Requeue the job if the batch script is killed: SLURM then ends the job for good,
-    and this program within moments.
+    """Requeue the job if the batch script is killed. Otherwise SLURM would end the job
+    for good. (It ends this program within moments.)
     """
     while os.getppid() == script:
         time.sleep(0.1)

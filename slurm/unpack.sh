@@ -1,6 +1,6 @@
 #!/bin/bash
 # Unpack an environment on this node's own disk: `unpack.sh ARCHIVE.tar` → ARCHIVE/. srun starts it once per node. It
-# also removes what this user's ended jobs, and earlier starts of this job, have left there.
+# also removes environments there of this user's ended jobs, and of earlier starts of this job.
 set -eu
 folder=${1%.tar}
 for old in "$(dirname "$1")"/titan-disp-[0-9]*; do
@@ -19,5 +19,5 @@ rm -rf -- "$folder"
 mkdir -p "$folder"
 tar -xf "$1" -C "$folder"
 rm -f "$1"
-# The archives of conda-pack contain the paths of their origin until this is run.
+# Environments of conda-pack contain the paths of their origin until conda-unpack is run.
 [ ! -x "$folder/bin/conda-unpack" ] || "$folder/bin/conda-unpack"

@@ -879,7 +879,7 @@ def test_a_gpu_is_this_computers_with_its_own_memory(
     assert gpu_name("") == (name or device)
     plan = make_plan(loaded(DEMO), Machine(1, 2))
     assert plan.machine.gpu_memory == pytest.approx(memory / 1e9)
-    said = f"{device} is not in the table of GPUs: what you do not give is a guess, as of {similar} ("
+    said = f"{device} is not in the table of GPUs: numbers that you do not give are guesses, those of {similar} ("
     assert sum(warning.startswith(said) for warning in plan.warnings) == (name is None)
     # Of another one that is asked for, the device says nothing.
     assert find_gpu(Machine(gpu="H200")).memory == 141e9
@@ -895,7 +895,7 @@ def test_a_gpu_that_is_like_none_of_the_table(monkeypatch, device):
         find_gpu(Machine())
     plan = make_plan(loaded(DEMO), Machine(1, 2, gpu_flops=65))
     assert plan.machine.gpu_memory == 16
-    assert any("a guess, as of a desktop GPU (" in text for text in plan.warnings)
+    assert any("guesses, those of a desktop GPU (" in text for text in plan.warnings)
     with pytest.raises(ConfigError, match="gpu is 'A100-SXM4-40GB', expected one of"):
         find_gpu(Machine(gpu="A100-SXM4-40GB"))
 

@@ -133,7 +133,9 @@ def test_a_garbled_config_is_one_error(tmp_path):
         file = tmp_path / reason / "config.json"
         file.parent.mkdir()
         file.write_bytes(content)
-        with pytest.raises(ConfigError, match=f"{reason}.*To continue, move it away"):
+        with pytest.raises(
+            ConfigError, match=f"{reason}.*To continue, check that your config"
+        ):
             RunFolder(job_config(file.parent), 1)
         assert file.read_bytes() == content
 
@@ -185,7 +187,7 @@ def two_jobs(sample, folder):
         take_over() if first.step == 4 else None,
     )
     with pytest.raises(
-        InUseError, match=r"was taken by another job \(host .*\) while this one trained"
+        InUseError, match=r"was taken by another job \(host .*\) while this job trained"
     ):
         first.train()
     write_json(Path(folder) / "heartbeat.json", {"of": "the second"})

@@ -338,7 +338,7 @@ ODD_COUNTERS = (
 )
 TAKEN = "by another job (host n9, SLURM job {}.0.abcdef)"
 SEVEN = "the number of visible GPUs is 7, expected 8"
-MANY = "2 of 4 nodes fail their check, which counts as the job's failure and not as theirs: "
+MANY = "2 of 4 nodes fail their check, which counts as a failure of the job and not of the nodes: "
 LACK = dict.fromkeys(FOUR, (7, []))
 HALF = {**LACK, "n3": (8, []), "n4": (8, [])}
 UNLIKE = {**FOUR, "n1": (), "n2": (9, [])}

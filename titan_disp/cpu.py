@@ -1,6 +1,5 @@
-"""Changes that TorchTitan 0.2.2 needs to run without an accelerator.
-
-If there is an accelerator, nothing here has an effect.
+"""This module changes TorchTitan 0.2.2 so that it runs without an accelerator. If there
+is an accelerator, it has no effect. These are the reasons for the changes:
 
 - The device type falls back to "cuda" without a GPU, and modules copy it at import.
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
@@ -68,7 +67,7 @@ class _CpuModule(ModuleType):
     """Extend ``torch.cpu`` with what TorchTitan expects of a device module."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return what ``torch.cpu`` has of this name."""
+        """Return the attribute of ``torch.cpu`` with this name."""
         return getattr(torch.cpu, name)
 
     @staticmethod
@@ -113,7 +112,7 @@ class _CpuModule(ModuleType):
 def install() -> None:
     """Make the CPU the device of TorchTitan, if there is no accelerator.
 
-    TorchTitan's modules may have been imported before. A second call changes nothing.
+    TorchTitan's modules may already be imported. A second call changes nothing.
     """
     if not active():
         return
@@ -188,7 +187,7 @@ def _give_gloo_groups_one_thread() -> None:
         **keywords: Any,
     ) -> None:
         """Create the group with one thread, unless the caller has its own options."""
-        # The fourth argument is either options or a timeout, from which torch makes
+        # The fourth argument is either options, or a timeout from which torch would make
         # options for two threads.
         options = options or timeout
         if isinstance(options, timedelta):
@@ -201,7 +200,7 @@ def _give_gloo_groups_one_thread() -> None:
 def _with_one_thread(timeout: timedelta) -> Any:
     """Return gloo options with this timeout and one thread.
 
-    Otherwise they are those that torch makes from a timeout
+    The other options are those that torch creates from a timeout
     (``Options::create_default``).
     """
     gloo: Any = dist.ProcessGroupGloo
@@ -219,9 +218,8 @@ def _with_one_thread(timeout: timedelta) -> Any:
 
 
 def adapt(model: nn.Module) -> None:
-    """Make a model's FSDP modules reduce gradients as gloo can, if on the CPU.
-
-    Call it after FSDP was applied and before the first step.
+    """Make a model's FSDP modules reduce gradients in a way that gloo supports, if there
+    is no accelerator. Call this between applying FSDP and the first step.
     """
     if not active():
         return

@@ -1,5 +1,5 @@
-"""Failures of a file system or of the hub that may pass: the attempt is made again
-after a pause, which grows.
+"""This module repeats attempts that failed for a reason that may pass, of a file system
+or of the hub. The pauses between the attempts grow.
 """
 
 import errno
@@ -16,12 +16,12 @@ from torchtitan.tools.logging import logger
 from titan_disp.errors import UserError
 
 T = TypeVar("T")
-FIRST_PAUSE = 1.0  # seconds on average; it doubles with every try up to …
-LONGEST_PAUSE = 15.0
+FIRST_PAUSE = 1.0  # seconds on average; each try doubles the pause
+LONGEST_PAUSE = 15.0  # seconds
 
-# Ranks that failed at the same time must not try again at the same time. The randomness
-# is the system's, because DataLoader seeds ``random`` alike in the prefetch workers of
-# all ranks (from debug.seed).
+# Ranks that failed at the same time must not try again at the same time. The random
+# numbers are the operating system's, because DataLoader seeds ``random`` alike in the
+# prefetch workers of all ranks (from debug.seed).
 uniform = random.SystemRandom().uniform
 sleep = time.sleep
 
@@ -34,17 +34,17 @@ def retried(
 ) -> T:
     """Return what ``attempt`` returns.
 
-    Errors that may pass are tried again for some seconds, then raised.
-
-    ``name`` begins the warning of each failure. A pause is at least as long as the hub
-    asks for. Its range is so wide that the ranks wait for different times.
+    After an error that ``may_pass``, the attempt is repeated for ``seconds``; then the
+    error is raised. Each failure is logged as a warning that begins with ``name``. A
+    pause is at least as long as the hub asks for, and random, so that the ranks wait for
+    different times.
     """
     deadline = time.monotonic() + seconds
     pause = FIRST_PAUSE
     while True:
         try:
             return attempt()
-        # Httpx, huggingface_hub and datasets raise their own
+        # httpx, huggingface_hub and datasets have exceptions of their own
         except Exception as error:
             remaining = deadline - time.monotonic()
             shortest = seconds_asked(error)
@@ -70,8 +70,8 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from: datasets hides the hub's
-    answer behind errors of its own.
+    """Yield an error and the errors that it was raised from. (datasets raises errors of
+    its own from those of the hub.)
     """
     while error is not None:
         yield error
@@ -79,13 +79,13 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def response_of(error: Exception) -> Any:
-    """Return the server's answer that an error is about, with ``status_code`` and
+    """Return the server's response that an error reports, with ``status_code`` and
     ``headers``, or None.
     """
     for cause in chain(error):
         response = getattr(cause, "response", None)
         code = getattr(cause, "code", None)
-        if isinstance(response, dict):  # of S3
+        if isinstance(response, dict):  # from S3
             about = response.get("ResponseMetadata", {})
             after = about.get("HTTPHeaders", {}).get("retry-after", "")
             return SimpleNamespace(
@@ -94,7 +94,7 @@ def response_of(error: Exception) -> Any:
             )
         if response is not None:
             return response
-        if isinstance(code, int):  # of Google
+        if isinstance(code, int):  # from Google
             return SimpleNamespace(status_code=code, headers={})
     return None
 
@@ -111,8 +111,8 @@ REFUSALS = (
 
 
 def may_recover(error: Exception) -> bool:
-    """Return whether a server may answer the same request later: not if it refuses
-    access, or has no such object.
+    """Return whether the same request may succeed later. It does not if the server
+    refuses access or has no such object.
     """
     if (response := response_of(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
@@ -124,8 +124,8 @@ def may_recover(error: Exception) -> bool:
 
 
 def seconds_asked(error: Exception) -> float | None:
-    """Return the seconds that the hub asks to wait, by RateLimit in an answer 429 or by
-    Retry-After, or None.
+    """Return the seconds that the hub asks to wait, or None. They are in the header
+    RateLimit of a response 429, or in Retry-After.
     """
     from huggingface_hub.utils import parse_ratelimit_headers
 

@@ -1,9 +1,9 @@
-"""DCP checkpoints are read without running code that someone may have put into them.
+"""This module reads DCP checkpoints without running code that someone may have put into
+them.
 
-``.metadata`` is a pickle, and DCP unpickles it, and every entry that is not a tensor,
-without restriction. Either could run any command as the user who reads it. Here both
-may only hold what checkpoints hold. All of titan_disp reads checkpoints through this
-module.
+DCP unpickles ``.metadata``, and every entry that is not a tensor, without restriction.
+Such a pickle can run any command as the user who reads it. Here, both may only contain
+what checkpoints need. All of titan_disp reads checkpoints through this module.
 """
 
 import collections
@@ -34,16 +34,16 @@ def _refused(what: str) -> pickle.UnpicklingError:
     return pickle.UnpicklingError(f"it {what}, {why}")
 
 
-def _member(kind: Any, name: str) -> Any:
+def _member(enum: Any, name: str) -> Any:
     # Python 3.11.0 to 3.11.3 pickle the one enum in checkpoints as getattr(enum, name).
-    if kind is not _ENUM or name not in _ENUM.__members__:
+    if enum is not _ENUM or name not in _ENUM.__members__:
         raise _refused(f"takes the attribute {name!r}")
     return _ENUM[name]
 
 
-# All names in checkpoints of one process, FSDP2, HSDP and TP, saved synchronously or
-# asynchronously. Names must match exactly, so that a dotted name ("metadata.os.system")
-# is refused.
+# All names that checkpoints contain, of one process, FSDP2, HSDP and TP, saved
+# synchronously or asynchronously. A name must match exactly, so that a dotted name
+# ("metadata.os.system") is refused.
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -87,8 +87,10 @@ class _Dispatch(dict[int, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Extend Python's unpickler, not C's: there, six bytes (LONG_BINPUT) take 64 GB,
-    and BUILD may change classes.
+    """Unpickle only ``_ALLOWED`` names and ``_OPCODES``.
+
+    This extends the unpickler that is written in Python. In the one written in C, six
+    bytes (LONG_BINPUT) take 64 GB of memory, and BUILD may change classes.
     """
 
     _codes = [getattr(pickle, name)[0] for name in _OPCODES.split()]
@@ -101,40 +103,40 @@ class _Unpickler(pickle._Unpickler):
             raise _refused(f"names {module}.{name}") from None
 
     def load_build(self) -> None:
-        """Set the attributes of an object.
+        """Set the attributes of an instance of ``_CLASSES``.
 
-        Those of a class or a function would change it for the whole process.
+        Attributes of a class or a function would change it for the whole process.
         """
-        kind = type(self.stack[-2])  # type: ignore[attr-defined]
-        if kind not in _CLASSES:
-            raise _refused(f"sets attributes of a {kind.__name__}")
+        cls = type(self.stack[-2])  # type: ignore[attr-defined]
+        if cls not in _CLASSES:
+            raise _refused(f"sets attributes of a {cls.__name__}")
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 
 
 class _FastUnpickler(pickle.Unpickler):
-    """C's unpickler, in a third of the time, for what Python's has accepted."""
+    """Unpickle in C, in a third of the time, a file that ``_Unpickler`` has accepted."""
 
     find_class = _Unpickler.find_class
 
 
-_accepted: set[bytes] = set()  # digests of what Python's unpickler accepts
+_accepted: set[bytes] = set()  # digests of files that ``_Unpickler`` has accepted
 
 
 def metadata_digest(folder: str | os.PathLike[str]) -> bytes:
-    """Return what identifies the ``.metadata`` of a checkpoint. Raises OSError."""
+    """Return a digest of the ``.metadata`` of a checkpoint. Raises OSError."""
     return hashlib.blake2b((Path(folder) / METADATA).read_bytes()).digest()
 
 
 def accept(digest: bytes) -> None:
-    """Parse ``.metadata`` of this ``metadata_digest`` fast from now on: another rank
-    has parsed it.
+    """Use the fast unpickler from now on for the ``.metadata`` that has this
+    ``metadata_digest``, because another rank has parsed it safely.
     """
     _accepted.add(digest)
 
 
-# a resume reads the same file several times, and Python's unpickler is slow
+# cached, because a resume reads the same file several times, and ``_Unpickler`` is slow
 @functools.lru_cache(maxsize=1)
 def parse_metadata(content: bytes) -> Metadata:
     """Return the content of a ``.metadata`` file, which callers must not change.
@@ -145,31 +147,31 @@ def parse_metadata(content: bytes) -> Metadata:
     unpickler: type[Any] = _Unpickler
     if hashlib.blake2b(content).digest() in _accepted:
         unpickler = _FastUnpickler
-    found = unpickler(io.BytesIO(content)).load()
-    if not isinstance(found, Metadata):
+    parsed = unpickler(io.BytesIO(content)).load()
+    if not isinstance(parsed, Metadata):
         raise pickle.UnpicklingError(
-            f"it holds {type(found).__name__}, expected Metadata"
+            f"it holds {type(parsed).__name__}, expected Metadata"
         )
-    for key in found.state_dict_metadata:
+    for key in parsed.state_dict_metadata:
         if not isinstance(key, str):
             raise pickle.UnpicklingError(
                 f"it has a key of type {type(key).__name__}, expected str"
             )
-    for info in (found.storage_data or {}).values():
-        kinds = type(info.relative_path), type(info.offset), type(info.length)
+    for info in (parsed.storage_data or {}).values():
+        types = type(info.relative_path), type(info.offset), type(info.length)
         if (
-            kinds != (str, int, int)
+            types != (str, int, int)
             or not 0 <= info.offset <= info.offset + info.length < 2**63
         ):
             raise pickle.UnpicklingError(
                 "it has a storage entry without a valid file name, offset and length"
             )
-    return found
+    return parsed
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """Return what ``parse_metadata`` returns of a checkpoint, or raise what it raises,
-    or OSError.
+    """Return the content of a checkpoint's ``.metadata``, which callers must not change.
+    Raises what ``parse_metadata`` raises, and OSError.
     """
     return parse_metadata((Path(folder) / METADATA).read_bytes())
 
@@ -180,16 +182,17 @@ class Reader(dcp.FileSystemReader):
     DCP itself reads tensors with ``weights_only=True``.
     """
 
-    def read_metadata(self) -> Metadata:  # a rank is for saves without collectives
-        found = read_metadata(self.path)
-        own = dataclasses.replace(
-            found.storage_meta or StorageMeta(), load_id=self.load_id
+    # DCP passes a rank only for checkpoints that were saved without collectives.
+    def read_metadata(self) -> Metadata:
+        content = read_metadata(self.path)
+        storage_meta = dataclasses.replace(
+            content.storage_meta or StorageMeta(), load_id=self.load_id
         )
-        return dataclasses.replace(found, storage_meta=own)
+        return dataclasses.replace(content, storage_meta=storage_meta)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Extend DCP's planner so that entries that are not tensors can only be numbers,
+    """Extend DCP's planner so that all entries that are not tensors must be numbers,
     strings, lists and the like.
     """
 
@@ -206,7 +209,7 @@ def load(
 ) -> None:
     """Load as ``torch.distributed.checkpoint.load`` does, and raise what it raises."""
     with warnings.catch_warnings():
-        if no_dist:  # a single process is what was asked for
+        if no_dist:  # the caller asked for a single process
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(
             state_dict,

@@ -2,7 +2,7 @@
 
 Each *start* continues from the run's newest checkpoint.
 
-TorchTitan's trainer runs the steps; what titan-disp adds to each is, in their order:
+TorchTitan's trainer runs the steps. In each step, titan-disp adds, in this order:
 
     batch_generator         data.loader hands out the next batch of this rank's slots
     forward_backward_step   models.decoder returns (logits, activations), objective takes both as predictions
@@ -32,7 +32,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-# The model's spec and the device type, whatever the config imports.
+# This registers the models and sets the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.checks import check_config, check_device, check_launched
 from titan_disp.condensation.measure import Monitor
@@ -78,18 +78,18 @@ from titan_disp.run.peers import Peers
 from titan_disp.run.reader import read_condensation, read_events, read_rows
 from titan_disp.run.storage import patiently
 
-# What a checkpoint's groups of parameters have of the config. (Whether Adam is fused
-# belongs to its state.)
+# The options of parameter groups that the config decides, not the checkpoint. (Whether
+# Adam is fused belongs to its state.)
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
-# Sections and keys that say nothing about training: their changes are in the event
-# ``resume`` only.
+# Sections of the config that do not affect training: their changes are only in the event
+# ``resume``, not in the log.
 SILENT = ("job.", "metrics.", "profiling.", "comm.")
 BUDGET = "budget.stop_at_tokens"
 
 
 class DispTrainer(Start, Trainer):
-    """TorchTitan's Trainer, of which some methods are overridden. ``Start`` has what a
-    start tells others: ``event``, ``announce``, ``busy``.
+    """TorchTitan's Trainer with some methods overridden. ``Start`` has the methods that
+    report what a start does: ``event``, ``announce``, ``busy``.
     """
 
     stragglers: Stragglers | None = None
@@ -195,7 +195,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _connect_parts(self, world_size: int) -> None:
-        """Give the parts that TorchTitan has built what they need of other parts."""
+        """Connect the parts that TorchTitan has built with each other."""
         job = self.job_config
         self.loss_fn.defer = True
         if job.validation.enable:
@@ -222,8 +222,8 @@ class DispTrainer(Start, Trainer):
         self.optimizers.at_limit = partial(setattr, self, "_limit")
 
     def _connect_peers(self, world_size: int) -> None:
-        """Begin to tell other ranks what this one does, in a thread that has a
-        connection of its own.
+        """Start a thread, with its own connection to the store, that tells other ranks
+        what this rank does.
         """
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
@@ -234,13 +234,13 @@ class DispTrainer(Start, Trainer):
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Write the event ``refused`` if this context raises RefusedError, which goes
-        on: from the event, a SLURM job knows that every start would fail alike.
+        """Write the event ``refused`` if this context raises RefusedError, and raise the
+        error again. The event tells a SLURM job that every start would fail alike.
         """
         try:
             yield
-        except RefusedError as error:  # on every rank
-            # on rank 0, the only one that has to list the checkpoints
+        except RefusedError as error:  # raised on every rank
+            # Only rank 0 has the run folder, and lists the checkpoints.
             if self.run_folder is not None:
                 folder = self.run_folder.path / self.job_config.checkpoint.folder
                 saved = patiently(integrity.checkpoints, folder, True)
@@ -255,7 +255,7 @@ class DispTrainer(Start, Trainer):
             raise
 
     def _skipped(self, late: bool) -> None:
-        """Write the event ``skip``. ``late``: it was the step before this one."""
+        """Write the event ``skip`` for this step, or if ``late``, for the previous one."""
         step = self.step - late  # the guard reads the message of a step in the next one
         self.event(
             "skip",
@@ -267,7 +267,7 @@ class DispTrainer(Start, Trainer):
     # ---- before the first step
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Return the batches of this rank, and before, record what begins.
+        """Return an iterator over the batches of this rank, after recording what begins.
 
         TorchTitan calls this once, after it has loaded a checkpoint: the step is known
         from here on. Raises on all ranks RefusedError if the checkpoint is of another
@@ -281,14 +281,15 @@ class DispTrainer(Start, Trainer):
         _ = self.monitor  # refuses a text that is too short
         self._name_run()
         self._record_beginning(trains)
-        # A stop where a measurement is due does not take it.
+        # A start that stopped at a step may have ended before the measurement that was
+        # due, so the measurement is taken now.
         if self.step == 0 or (trains and self._due() and not on_rank_0(self._measured)):
             self.measure_condensation()
         return self._timed(super().batch_generator(data_iterable))
 
     def _name_run(self) -> None:
-        """Let the checkpoints to come hold the run's id, which a run in a new folder
-        has from the checkpoint that it has loaded, or makes. A collective call.
+        """Put the run's id into the checkpoints to come. In a new folder, a run takes the
+        id of the checkpoint that it has loaded, or creates one. A collective call.
         """
         checkpoint = self.job_config.checkpoint
         if not checkpoint.enable or checkpoint.load_only:
@@ -300,8 +301,8 @@ class DispTrainer(Start, Trainer):
         self.checkpointer.states[identity.NAME] = state
 
     def _check_parameter_groups(self) -> None:
-        """Raise RefusedError if the loaded schedule has not as many groups of
-        parameters as this run, as a checkpoint without an identity may.
+        """Raise RefusedError if the loaded schedule has another number of parameter
+        groups than this run. A checkpoint without an identity may have.
         """
         for scheduler in self.lr_schedulers:
             saved = len(scheduler.base_lrs)
@@ -315,8 +316,8 @@ class DispTrainer(Start, Trainer):
                 )
 
     def _use_configured_options(self) -> None:
-        """Let the optimizers use the options of the config, instead of those that the
-        checkpoint has loaded.
+        """Let the optimizers use the options of the config instead of those that were
+        loaded from the checkpoint.
         """
         for optimizer, scheduler, configured in zip(
             self.optimizers, self.lr_schedulers, self._configured_options, strict=True
@@ -331,8 +332,8 @@ class DispTrainer(Start, Trainer):
             scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
     def _record_beginning(self, trains: bool) -> None:
-        """Log what this start trains, and write its first event. Without training, the
-        config is not what the run was trained with, so that it is not written.
+        """Log what this start trains, and write its first event. A start that does not
+        train does not write its config, because the run was not trained with it.
         """
         if self.run_folder is None:
             return
@@ -378,9 +379,9 @@ class DispTrainer(Start, Trainer):
             self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
-        """Announce how far all ranks together are with reading to their positions, if
-        they have read on. A rank that has finished waits here for the others, because
-        its first step would not wait for as long.
+        """Report how far all ranks together have read to their data positions, if they
+        have read more since the last report. A rank that has finished waits here for
+        the others, because its first step would not wait that long.
 
         A collective call, which each rank repeats until its progress is finished.
         """
@@ -399,8 +400,8 @@ class DispTrainer(Start, Trainer):
     # ---- a step
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step and act on what all ranks agreed on: during it if it
-        logs or ends, else one step before.
+        """Run TorchTitan's step, and act on what all ranks have agreed on: in this step
+        if it logs or ends, else in the previous step.
 
         Raises on all ranks what ``_step_back`` raises, CheckpointError if an
         asynchronous save has failed, and DataError if too much of the data is damaged.
@@ -418,10 +419,10 @@ class DispTrainer(Start, Trainer):
             seconds = timedelta(seconds=self.job_config.comm.train_timeout_seconds)
             if self.step != 1 and not dry.is_dry(self.job_config):
                 set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
-            # TorchTitan does not know the group of CP×TP
+            # TorchTitan does not know the group of CP×TP, so its time-out is set here.
             if (group := process_group(self.loss_fn.group)) is not None:
                 _set_pg_timeout(seconds, group)
-        # a log has waited for the device as well
+        # Here, the host waits for the device anyway: to save, or because it has logged.
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()
         if self._limit:
@@ -440,13 +441,13 @@ class DispTrainer(Start, Trainer):
             self.measure_condensation()
 
     def _step_back(self) -> None:
-        """Go on with the weights of the checkpoint before the newest one, because too
-        many steps were skipped in a row. Data, schedule and step go on, and all is
-        saved after this step, so that every later start begins there. A collective
-        call.
+        """Go on with the weights of an earlier checkpoint than the newest one, because
+        too many steps were skipped in a row. Data, schedule and step count do not go
+        back. A checkpoint is saved after this step, so that every later start begins
+        there. A collective call.
 
         Raises on all ranks RefusedError if the run has gone back before, and
-        NonFiniteError if it has no such checkpoint, or no step to go on with.
+        NonFiniteError if it has no earlier checkpoint, or no step left to train.
         """
         if (before := on_rank_0(self._went_back)) is not None:
             run = self.job_config.job.dump_folder
@@ -492,8 +493,8 @@ class DispTrainer(Start, Trainer):
         return step_back(patiently(read_events, self.run_folder.path))
 
     def _ends(self) -> bool:
-        """Return whether this step is the last one of this start, by what all ranks
-        have agreed on so far.
+        """Return whether this start ends with this step, as far as all ranks have agreed
+        by now.
         """
         return self.step >= self.last_step or self.optimizers.agreed["stop"]
 
@@ -502,20 +503,19 @@ class DispTrainer(Start, Trainer):
         return self.step < self.last_step and not self._stopping
 
     def _record_kernels(self) -> None:
-        """Write what computed the first step's dispersion into environment.json, on
-        rank 0.
+        """Write to environment.json which kernels computed the dispersion of the first
+        step, on rank 0.
         """
-        used = kernels.path()  # kernels and dtypes of products, or none of both
+        used = kernels.path()  # kernels and dtypes of products; both may be empty
         if any(used.values()) and self.run_folder is not None:
             self.run_folder.record_path(used)
 
     def forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         """Run one microbatch, and return this rank's part of its loss, a scalar.
 
-        Under HSDP, only the last one sends gradients between replicas, across nodes.
-
-        Before that, FSDP2 adds up what it has reduce-scattered, in the dtype of the
-        reduction.
+        Under HSDP, only the last microbatch of a step sends gradients between replicas,
+        across nodes. Until then, FSDP2 adds up the gradients that it has
+        reduce-scattered, in the dtype of the reduction.
         """
         if self.stragglers is not None:
             self.stragglers.met()
@@ -533,8 +533,8 @@ class DispTrainer(Start, Trainer):
         return loss
 
     def _reduce_partial_gradients(self) -> None:
-        """Sum the gradients of the norms over the ranks of TP, which without FSDP no
-        backward pass does. Clipping, and then the optimizer, would each do it again.
+        """Sum the gradients of the norms over the TP ranks. Without FSDP, no backward
+        pass does this, and clipping and the optimizer would each do it again.
         """
         for weight in self.model_parts[0].parameters():
             gradient = weight.grad
@@ -547,7 +547,7 @@ class DispTrainer(Start, Trainer):
 
     @cached_property
     def monitor(self) -> Monitor | None:
-        """What measures condensation, or None if nothing does.
+        """The monitor that measures condensation, or None if it is not measured.
 
         The first access is a collective call, and raises ConfigError if the held-out
         text is too short.
@@ -584,7 +584,8 @@ class DispTrainer(Start, Trainer):
     # ---- the end
 
     def train(self) -> None:
-        """Load a checkpoint, and train until the run, its budget or a request ends it.
+        """Load a checkpoint, and train until the run is complete, its budget is used up,
+        or it is asked to stop.
 
         Raises what ``DispCheckpointManager.load`` and ``save``, ``batch_generator`` and
         ``train_step`` raise.
@@ -609,7 +610,7 @@ class DispTrainer(Start, Trainer):
         if self.step > self._start_step:
             self._end()
         elif self.step >= steps:
-            # for what started the run again, such as a chain of jobs
+            # A program that started the run again, such as a chain of jobs, reads this.
             self._complete_already(self.step)
         else:
             logger.info(
@@ -645,15 +646,15 @@ class DispTrainer(Start, Trainer):
         self.event("complete", step, **details)
 
     def _measures_at_the_end(self) -> bool:
-        """Return whether to measure the model that training has left. A collective
+        """Return whether to measure the model now that training has ended. A collective
         call.
         """
         trained = self.step > self._start_step
         if self.step < self.job_config.training.steps:
             # a stopped job has to end soon
             return trained and not self.optimizers.agreed["stop"]
-        # no later start trains, and the one that did may have been killed before it
-        # measured
+        # No later start will train, and the start that did may have been killed before
+        # it measured.
         return trained or not on_rank_0(self._measured)
 
     def _end(self) -> None:
@@ -700,7 +701,7 @@ class DispTrainer(Start, Trainer):
         self.event("stop", 0, kind="seed", reason="checkpoint.create_seed_checkpoint")
 
     def report(self) -> None:
-        """Log how condensation went, as a table, on rank 0."""
+        """Log a table of condensation over training, on rank 0."""
         if self.run_folder is None:
             return
         measured = patiently(read_condensation, self.run_folder.path)
@@ -711,8 +712,8 @@ class DispTrainer(Start, Trainer):
             logger.info("\n".join(lines))
 
     def report_goodput(self, run: Path) -> None:
-        """Log which part of the time was spent training, from the files of a run. Files
-        that cannot be read are warned of.
+        """Log which part of the time was spent training, from the files of a run. If they
+        cannot be read, log a warning.
         """
         try:
             starts = goodputs(read_rows(run), read_events(run))
@@ -729,8 +730,8 @@ class DispTrainer(Start, Trainer):
             logger.info(f"{title} all {len(starts)} starts: {together(starts)}")
 
     def close(self) -> None:
-        """Close all parts, the run folder last. A full disk is warned of."""
-        self.taken_by()  # if another start has the run folder, leaves its heartbeat
+        """Close all parts, the run folder last. On a full disk, log a warning."""
+        self.taken_by()  # keeps heartbeat.json if another start has the run folder
         self.aside.close()
         if self.peers is not None:
             self.peers.close()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools import utils
 
-# The device type, and on CPUs gloo groups of one thread.
+# This sets the device type, and on CPUs, lets gloo groups have one thread.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.dispersion.autograd import objects_of_ranks
@@ -37,24 +37,23 @@ Pair = tuple[str, str, float]  # two nodes, and bytes per second in each directi
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Split a ring of neighbours into as few rounds as possible.
-
-    A node is in at most one pair of each round.
+    """Return the pairs of neighbours in a ring of nodes, in as few rounds as possible. A
+    node is in at most one pair of each round.
     """
     ring = [(i, (i + 1) % nodes) for i in range(nodes if nodes > 2 else nodes - 1)]
-    even = len(ring) // 2 * 2  # the last pair of an odd number has a round of its own
+    # If the number of pairs is odd, the last pair has a round of its own.
+    even = len(ring) // 2 * 2
     return [pairs for pairs in (ring[0:even:2], ring[1:even:2], ring[even:]) if pairs]
 
 
 def pair_bandwidths(
     times: Iterable[tuple[str, Mapping[str, float]]], size: int
 ) -> list[Pair]:
-    """Compute the bandwidth of each pair of nodes, summed over the ranks of a node.
+    """Return the bandwidth of each pair of nodes, summed over the ranks of a node. The
+    slowest rank decides the time.
 
-    The slowest rank sets the time.
-
-    ``times`` are, for every rank, its node and the seconds that its exchange of
-    ``size`` bytes with each other node took.
+    ``times`` has a pair for each rank: its node, and {other node: seconds that an
+    exchange of ``size`` bytes took}.
     """
     by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node, seconds in times:
@@ -87,7 +86,7 @@ def usual_bandwidth(pairs: Sequence[Pair]) -> float:
 def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
     """Return the nodes that are slow with all neighbours, and their best bandwidths.
 
-    Of two nodes, none can be told.
+    With two nodes, the slow one cannot be identified.
     """
     limit = SLOW * usual_bandwidth(pairs)
     return {
@@ -98,9 +97,8 @@ def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return slow pairs of nodes that are fast with their other neighbours.
-
-    A bad cable may be the cause.
+    """Return the slow pairs whose nodes are fast with their other neighbours, possibly
+    because of a bad cable.
     """
     limit = SLOW * usual_bandwidth(pairs)
     slow = slow_nodes(pairs)
@@ -115,8 +113,8 @@ def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the seconds by which each node's clock is ahead of the median of all
     nodes.
 
-    ``readings`` are each node's clock right after each of the same barriers, at least
-    three. The median of the differences counts, because a rank may be late once.
+    ``readings`` has the times of each node's clock right after the same barriers, at
+    least three. The median of the differences counts, because a rank may be late once.
     """
     medians = [
         statistics.median_low(column) for column in zip(*readings.values(), strict=True)
@@ -143,25 +141,24 @@ def _median_seconds(operation: Callable[[], Any]) -> float:
 def measure(
     node: str, local_rank: int, device: torch.device, size: int
 ) -> dict[str, Any]:
-    """Measure everything with buffers of ``size`` bytes.
-
-    All ranks call this together and get the same result.
+    """Return the result of all measurements, with buffers of ``size`` bytes. A collective
+    call that returns the same on all ranks.
 
     ``all_reduce.bus_bandwidth`` is in bytes per second, as nccl-tests define it.
-    ``pairs`` are [node, node, bytes per second in each direction]; ranks with the same
-    number on their nodes are partners. ``clock_skew`` has the seconds by which each
-    node's clock is ahead.
+    ``pairs`` are [node, node, bytes per second in each direction], measured between
+    ranks with the same local rank. ``clock_skew`` has the seconds by which each node's
+    clock is ahead.
     """
     ranks = dist.get_world_size()
     send = torch.zeros(size // 4, dtype=torch.float32, device=device)
     receive = torch.empty_like(send)
 
     def barrier() -> None:
-        one = torch.ones(1, device=device)
-        dist.all_reduce(one)
-        one.item()
+        element = torch.ones(1, device=device)
+        dist.all_reduce(element)
+        element.item()
 
-    # Connects the ranks: a P2P operation must not be the first operation of a group
+    # This connects the ranks: a P2P operation must not be the first one of a group.
     barrier()
     clocks = []
     for _ in range(3):
@@ -202,11 +199,11 @@ def measure(
 
 
 def _exchange(partner: int, send: torch.Tensor, receive: torch.Tensor) -> None:
-    both = [
+    operations = [
         dist.P2POp(dist.isend, send, partner),
         dist.P2POp(dist.irecv, receive, partner),
     ]
-    for work in dist.batch_isend_irecv(both):
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 

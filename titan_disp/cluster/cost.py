@@ -36,21 +36,22 @@ from titan_disp.objective import in_backward
 class Memory:
     """Hold the bytes on one GPU at one moment of a step."""
 
-    # this and the next two: the rank's shards; 0 with training.enable_cpu_offload
+    # weights, gradients and optimizer: the rank's shards; 0 with
+    # training.enable_cpu_offload
     weights: int
     gradients: int  # none until the first backward pass of a step
     optimizer: int
     # weights gathered (or cast by autocast) for computing, and their gradients before
     # the reduction
     unsharded: int
-    # saved for backward, and those of one block while it is recomputed
+    # activations that are saved for backward, and those of a block that is recomputed
     activations: int
     # the saved ∂S/∂z of layers whose gradients are not computed in the backward pass
     dispersion: int
     # All copies that the loss makes of the logits, log-probabilities and their
-    # gradients. With a chunked head: those of a chunk, and the gradients of hidden
-    # states and weight, which it computes in forward. Later, the gradients of a tied
-    # weight that are waiting to be added up.
+    # gradients. With a chunked head: the copies for one chunk, and the gradients of
+    # hidden states and weight, which the head computes in forward. Later in backward:
+    # the gradients of a tied weight until they are added up.
     logits: int
 
     @property
@@ -61,23 +62,23 @@ class Memory:
 def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
     """Return the dtype of products and block outputs."""
     t = job_config.training
-    # FSDP or autocast sets it. TorchTitan 0.2.2 uses neither for TP without FSDP.
+    # FSDP or autocast sets the dtype. TorchTitan 0.2.2 uses neither for TP without FSDP.
     if fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1:
         return TORCH_DTYPE_MAP[t.mixed_precision_param]
     return TORCH_DTYPE_MAP[t.dtype]
 
 
 def elements(module: torch.nn.Module, tp: int) -> int:
-    """Count a rank's elements before FSDP: TP shards matrices and replicates the
-    vectors of norms.
+    """Return the number of a rank's elements before FSDP: TP shards matrices and
+    replicates the vectors of norms.
     """
     vectors = sum(w.numel() for w in module.parameters() if w.ndim < 2)
     return vectors + (sum(w.numel() for w in module.parameters()) - vectors) // tp
 
 
 def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
-    """Count a rank's elements in FSDP's groups (models/parallelize.py): the blocks,
-    untied embeddings, and the rest.
+    """Return the numbers of a rank's elements in FSDP's groups (models/parallelize.py):
+    the blocks, untied embeddings, and the rest.
     """
     blocks = sum(elements(block, tp) for block in model.layers.values())
     embeddings = 0
@@ -87,7 +88,7 @@ def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
 
 
 def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
-    """Count the saved activations of all blocks: elements per token of a CP rank."""
+    """Return the saved activations of all blocks, in elements per token of a CP rank."""
     ac = job_config.activation_checkpoint
     saved = args.saved_elements(job_config.parallelism.tensor_parallel_degree)
     none = saved["none"]
@@ -99,7 +100,7 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
         return layers * saved[ac.mode]
     if ac.selective_ac_option == "op":
         return layers * saved["op"]
-    # 0 stands for every block, as 1 does
+    # both 0 and 1 mean that every block is checkpointed
     checkpointed = layers // (int(ac.selective_ac_option) or 1)
     return checkpointed * full + (layers - checkpointed) * none
 
@@ -107,8 +108,9 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
 def saved_gradients(
     job_config: JobConfig, args: DispModelArgs, spread: bool = False
 ) -> int:
-    """Count the elements of ∂S/∂z that a rank saves in forward, or has when backward
-    has ``spread`` sampled ones out.
+    """Return the number of elements of ∂S/∂z that a rank saves in forward. With
+    ``spread``, return their number after backward has spread the gradients of sampled
+    tokens over all tokens.
     """
     p = job_config.parallelism
     t = job_config.training
@@ -126,8 +128,8 @@ def saved_gradients(
 
 
 def _lower(itemsize: int) -> int:
-    """Return the bytes per number of a second copy in a lower precision, which float32
-    itself does not need.
+    """Return the bytes per element of a second copy in the precision of products, beside
+    one in float32. In float32 itself, no second copy is needed: 0.
     """
     if itemsize < 4:
         return itemsize
@@ -137,9 +139,8 @@ def _lower(itemsize: int) -> int:
 def logit_bytes(
     job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int
 ) -> int:
-    """Return the bytes for the logits of a CP rank's tokens, at the peak in the loss.
-
-    That peak is in its backward, or, with a chunked head, in its forward.
+    """Return the bytes for the logits of a CP rank's tokens, at the peak in the loss. The
+    peak is in backward, or with a chunked head, in forward.
     """
     tp = job_config.parallelism.tensor_parallel_degree
     loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
@@ -159,8 +160,8 @@ def logit_bytes(
     if not chunk:
         shards = tp if loss_parallel else 1
         return tokens * args.vocab_size // shards * number
-    # The weight's gradient is added up in fp32. In bf16, a chunk's part of it is a
-    # tensor of its own, and the logits of an eager loss are also in fp32.
+    # The weight's gradient is added up in fp32. With bf16, the part of a chunk is another
+    # tensor, and an eager loss also has the logits in fp32.
     if not compiled or tp > 1:
         number = 4 + lower
     of_chunk = max(chunk * number, lower * (chunk + args.dim))
@@ -172,11 +173,11 @@ def logit_bytes(
 def estimate(
     job_config: JobConfig, model: DispModel, fsdp_degree: int, accumulating: bool
 ) -> Memory:
-    """Estimate one rank's memory at the peak of a step, with the model on the meta
+    """Return one rank's estimated memory at the peak of a step, from a model on the meta
     device.
 
-    FSDP shards over ``fsdp_degree`` ranks, those of CP too. ``accumulating``: whether a
-    step has several microbatches.
+    FSDP shards over ``fsdp_degree`` ranks, including those of CP. ``accumulating``:
+    whether a step has several microbatches.
     """
     p = job_config.parallelism
     t = job_config.training
@@ -185,22 +186,22 @@ def estimate(
     ac = job_config.activation_checkpoint.mode
     dtype = compute_dtype(job_config, fsdp_degree)
     weights_dtype = TORCH_DTYPE_MAP[t.dtype]
-    whole = elements(model, tp)
+    unsharded_elements = elements(model, tp)
     (blocks, _, rest) = fsdp_groups(model, tp)
     shard = 0
     if not t.enable_cpu_offload:
-        shard = -(-whole // fsdp_degree) * weights_dtype.itemsize
+        shard = -(-unsharded_elements // fsdp_degree) * weights_dtype.itemsize
     # The final norm, the output and a tied model's embeddings stay gathered until their
     # backward. Of the blocks, the current and the next one are gathered. Untied
     # embeddings are not gathered while the output is.
     gathered = rest + 2 * blocks // args.n_layers
     if p.fsdp_reshard_after_forward == "never":
-        gathered = whole
+        gathered = unsharded_elements
     unsharded = gathered * dtype.itemsize * 2
     if fsdp_degree == 1:
         # Autocast keeps the cast weights for backward; they have no gradients of their
         # own.
-        unsharded = whole * dtype.itemsize * (dtype != weights_dtype)
+        unsharded = unsharded_elements * dtype.itemsize * (dtype != weights_dtype)
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree
     token = tokens * dtype.itemsize
     saved = block_elements(job_config, args) * token
@@ -215,11 +216,11 @@ def estimate(
     if fsdp_degree == 1:
         output = weights_dtype.itemsize
     dispersed = saved_gradients(job_config, args) * output
-    # of all layers, before backward comes to the head
+    # the gradients of all tokens in all layers, before backward comes to the head
     spread = saved_gradients(job_config, args, spread=True) * output
     logits = logit_bytes(job_config, args, dtype.itemsize, tokens)
     matrix = args.vocab_size * args.dim // tp
-    # by a chunked head, in forward
+    # a chunked head's gradients, which it computes in forward, and their cast copy
     computed = 0
     cast = 0
     spread_in_loss = spread
@@ -227,31 +228,32 @@ def estimate(
         computed = args.dim * token + matrix * 4
         cast = matrix * _lower(dtype.itemsize)
         spread_in_loss = 0
-    # layers, their units and products
+    # three tensors: layers, their unit vectors, and products
     together = 3 * min(dispersed, GPU_BATCH_ELEMENTS * output)
     tied = matrix * dtype.itemsize * args.enable_weight_tying
     before = shard * accumulating
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
-        # the loss; with a chunked head, in its forward
+        # in the cross-entropy; with a chunked head, in its forward
         (before, saved + head, spread_in_loss, logits),
-        # the loss of dispersion
+        # in the loss of dispersion
         (before, saved + head, dispersed, computed + together),
-        # backward begins with the head
+        # when backward begins with the head
         (before, saved + head, spread, computed + cast),
-        (before, saved + working, spread, tied),  # and comes to the last block
-        # the first block
+        # when backward comes to the last block
+        (before, saved + working, spread, tied),
+        # when backward comes to the first block
         (shard, saved / args.n_layers + working, spread / args.n_layers, tied),
-        # The tied gradients of output and embedding, and their sum, of which ``shard``
-        # or ``unsharded`` has one.
+        # When the gradients of output and embedding are added up: both and their sum,
+        # except for the one that ``shard`` or ``unsharded`` counts.
         (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
     ]
-    # Two of Adam
-    every = [
-        Memory(shard, now, 2 * shard, unsharded, *map(round, others))
-        for now, *others in moments
+    # Adam has two moments of the size of the weights.
+    memories = [
+        Memory(shard, gradients, 2 * shard, unsharded, *map(round, tensors))
+        for gradients, *tensors in moments
     ]
-    return max(every, key=lambda memory: memory.total)
+    return max(memories, key=lambda memory: memory.total)
 
 
 def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
@@ -263,11 +265,11 @@ def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
     return (names + moments) * TORCH_DTYPE_MAP[job_config.training.dtype].itemsize
 
 
-# Bytes of one part in a plan that rank 0 gathers, and in .metadata (measured with
-# Qwen3-0.6B on 8 and on 640 shards).
+# Bytes that one part of a checkpoint takes in a plan that rank 0 gathers, and in
+# .metadata (measured with Qwen3-0.6B on 8 and on 640 shards).
 PLANNED_BYTES = 245
 METADATA_BYTES = 185
-ADAMW_OPTIONS = 12  # that DCP saves per parameter, one entry each
+ADAMW_OPTIONS = 12  # options of AdamW that DCP saves per parameter, one entry each
 
 
 def checkpoint_parts(model: DispModel, shards: int) -> int:
@@ -295,7 +297,7 @@ def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
     saved = {*range(c.interval, steps, c.interval), steps}
     if c.enable_first_step_checkpoint:
         saved.add(1)
-    kept = set(sorted(saved)[-c.keep_latest_k :])  # all of them if it is 0
+    kept = set(sorted(saved)[-c.keep_latest_k :])  # all if keep_latest_k is 0
     if c.keep_every:
         kept |= {step for step in saved if step % c.keep_every == 0}
     return len(saved), len(kept), min(len(saved), len(kept) + 1)
@@ -306,25 +308,25 @@ class Gpu:
     """Describe one device as torch sees it."""
 
     device: str  # torch's name of the device that has these numbers
-    # peak FLOP/s of dense matrix products; data sheets often name the double, with
+    # peak FLOP/s of dense matrix products; data sheets often give twice as much, with
     # sparsity
     bf16_flops: float
     fp32_flops: float  # peak FLOP/s of matrix products without TF32
-    # Bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. About as
-    # much is taken by the CUDA or ROCm context, NCCL and fragmentation.
+    # Bytes, with 1 GB = 1e9 bytes. Vendors mean GiB, which are 7 % larger. The CUDA or
+    # ROCm context, NCCL and fragmentation take about this difference.
     memory: float
-    # peak bytes/s sent to others of its node; data sheets often name the sum of both
+    # peak bytes/s sent to other GPUs of the node; data sheets often give the sum of both
     # directions
     node_bandwidth: float
-    # bytes/s sent to other nodes by the machine named next to it; other machines differ
+    # bytes/s sent to other nodes, of the machine that the comment beside it names
     network_bandwidth: float
-    # peak bytes/s of its memory; without a number, about that of the RTX4090
+    # peak bytes/s of its memory; the default is about that of the RTX4090
     memory_bandwidth: float = 1e12
 
 
-# Each number was compared with the source beside it: data sheets and the white paper in
-# copies of their tables that others have published, the other pages themselves.
-# "derived" says how a number follows from others. None was measured here.
+# Each number was compared with the source beside it. For data sheets and the white
+# paper, published copies of their tables were read; the other pages were read directly.
+# "derived" says how a number follows from other numbers. None was measured here.
 GPUS = {
     "A100": Gpu(
         device="NVIDIA A100-SXM4-80GB",
@@ -376,7 +378,7 @@ GPUS = {
         memory=64e9,  # ROCm's page "GPU specifications": 128 GiB for a card
         # Frontier User Guide: 200 GB/s between the two dies of a card, and 50 to 100
         # GB/s between dies of two cards. A ring over all eight is as fast as its
-        # slowest link, if it uses one of 50 GB/s; that it does is our assumption.
+        # slowest link. We assume that the ring uses a link of 50 GB/s.
         node_bandwidth=50e9,
         network_bandwidth=12.5e9,  # Frontier User Guide: 4 cards of 200 Gb/s for 8 dies
         memory_bandwidth=1.6e12,  # AMD's table: 3.2 TB/s for a card
@@ -387,7 +389,7 @@ GPUS = {
         bf16_flops=1307.4e12,
         fp32_flops=163.4e12,  # the same, fp32 matrix products
         memory=192e9,  # ROCm's page "GPU specifications": 192 GiB
-        # The same page on the microarchitecture: a link to each of the other seven.
+        # The same page on the microarchitecture: a link to each of the other seven GPUs.
         # Derived: 16 lanes of 32 Gb/s are 64 GB/s one way. The lanes' number and speed
         # are from the press (B. Wheeler, January 2024), not from AMD's pages. A ring
         # uses fewer links at a time than all seven, and may be slower.
@@ -396,8 +398,8 @@ GPUS = {
         network_bandwidth=50e9,
         memory_bandwidth=5.3e12,  # ROCm's page on the microarchitecture
     ),
-    # Of a desktop: PCIe ×16 (4.0, and 5.0 for the last), and Ethernet of 10 Gb/s, which
-    # is our assumption.
+    # GPUs of desktops: PCIe ×16 (4.0, and 5.0 for the last GPU), and 10 Gb/s Ethernet,
+    # which is our assumption.
     "RTX3090": Gpu(
         device="NVIDIA GeForce RTX 3090",
         # GA102 white paper: dense, with FP32 sums; twice as much with sparsity
@@ -431,8 +433,8 @@ GPUS = {
 
 
 def gpu_name(asked: str) -> str:
-    """Return the name of the GPU that was asked for, or else of this computer's, or
-    H100. It is a name of the table if the table's numbers are those of this device.
+    """Return ``asked``, or if it is empty, the name of this computer's GPU, or "H100"
+    without one. The name is that of ``GPUS`` if the table has this device.
     """
     if asked or not torch.cuda.is_available():
         return asked or "H100"
@@ -441,30 +443,30 @@ def gpu_name(asked: str) -> str:
 
 
 def similar_gpu(device: str) -> str:
-    """Return the GPU of the table that a device is a variant of, such as H100 for
-    "NVIDIA H100 PCIe", or "".
+    """Return the name of the GPU in ``GPUS`` that a device is a variant of, such as H100
+    for "NVIDIA H100 PCIe", or "".
     """
     words = device.replace("RTX ", "RTX").replace("-", " ").split()
     return next((name for name in GPUS if name in words), "")
 
 
 def guessed_gpu(machine: Machine) -> str | None:
-    """Return a sentence that says what of a machine's GPU is a guess, or None."""
+    """Return a sentence about guessed numbers of a machine's GPU, or None."""
     if machine.gpu in GPUS:
         return None
     return (
-        f"{machine.gpu} is not in the table of GPUs: what you do not give is a guess, "
-        f"as of {similar_gpu(machine.gpu) or 'a desktop GPU'} (--gpu-flops, "
+        f"{machine.gpu} is not in the table of GPUs: numbers that you do not give are "
+        f"guesses, those of {similar_gpu(machine.gpu) or 'a desktop GPU'} (--gpu-flops, "
         "--node-bandwidth, --network-bandwidth)"
     )
 
 
 def find_gpu(machine: Machine) -> Gpu:
-    """Return the machine's GPU: of the table, with the memory and FLOP/s that are
-    given. The memory of this computer's GPU is that of the device.
+    """Return the machine's GPU from the table, with the memory and FLOP/s that the machine
+    gives. If the machine names no GPU, the memory is that of this computer's GPU.
 
-    Raises:
-        ConfigError: The table does not have it, and its memory or FLOP/s are not given.
+    Raises ConfigError if the table does not have the GPU, and the machine does not give
+    its memory and FLOP/s.
     """
     name = gpu_name(machine.gpu)
     memory = machine.gpu_memory
@@ -477,7 +479,7 @@ def find_gpu(machine: Machine) -> Gpu:
             f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory "
             "(GB) and --gpu-flops (dense bf16 TFLOP/s)"
         )
-    # links as of the desktop GPUs above
+    # with the links of the desktop GPUs above
     gpu = gpu or Gpu(name, 0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9)
     if memory:
         gpu = replace(gpu, memory=memory * 1e9)
@@ -535,8 +537,8 @@ class Traffic:
                 for s in sent
             )
 
-        # a lower bound: all of the computing hides communication that can overlap with
-        # it backward is two thirds of a microbatch's computing
+        # This is a lower bound: it assumes that all computing hides communication that
+        # can overlap with it. Backward is two thirds of a microbatch's computing.
         last_backward = 2 / 3 * computing / self.microbatches
         return (
             seconds(self.at_the_ends)
@@ -546,10 +548,10 @@ class Traffic:
 
 
 def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
-    """Count what a rank sends in one all-gather or reduce-scatter of a tensor of
+    """Return what a rank sends in one all-gather or reduce-scatter of a tensor of
     ``count`` bytes.
 
-    The group has ``size`` ranks. The numbers of neighbours in it differ by ``stride``.
+    The group has ``size`` ranks. The numbers of neighbouring ranks differ by ``stride``.
     """
     sent = (size - 1) / size * count
     together = max(1, min(size, gpus_per_node // stride))
@@ -561,13 +563,13 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
 
 
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
-    """Sum what all losses of all layers cost for one sequence."""
+    """Return the cost of all losses of all layers together, for one sequence."""
     p = job_config.parallelism
     tokens = job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
     shards = p.context_parallel_degree * p.tensor_parallel_degree
     segmented = job_config.dispersion.within_documents
-    every = zip(
+    parts = zip(
         *(
             cost_of(
                 loss,
@@ -580,13 +582,13 @@ def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
         ),
         strict=True,
     )
-    return Cost(*(len(args.activations) * sum(part) for part in every))
+    return Cost(*(len(args.activations) * sum(part) for part in parts))
 
 
 def traffic(
     job_config: JobConfig, model: DispModel, gpus_per_node: int, world_size: int
 ) -> Traffic:
-    """Count the communication of a step of a checked config, with the model on the meta
+    """Return the communication of a step of a checked config, from a model on the meta
     device.
     """
     p = job_config.parallelism

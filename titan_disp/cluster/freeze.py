@@ -1,5 +1,5 @@
-"""A launch folder, RUN/launch/NAME, keeps what a job runs, so that no edit changes a
-queued run (docs/run_folder.md).
+"""A launch folder, RUN/launch/NAME, has copies of the files that a job uses, so that
+edits do not change a queued run (docs/run_folder.md).
 """
 
 import argparse
@@ -28,8 +28,8 @@ SCRIPTS = Path(__file__).with_name("slurm").resolve()
 def code_hash() -> str:
     """Return a hash of the source code of titan_disp."""
     digest = hashlib.sha256()
-    # The scripts are a link in a checkout, which is not followed, and files in an
-    # installed package.
+    # The scripts are left out: in a checkout, they are behind a link that rglob does not
+    # follow, but in an installed package, they are files.
     for file in sorted(
         f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts
     ):
@@ -46,18 +46,19 @@ def freeze(
 ) -> Path:
     """Write the launch folder ``name`` of a run, and return it.
 
-    ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: its
-    options, if known. ``site``: the file with the site's settings; without one,
-    slurm/supervise.py copies the file that it was started with. Only its owner may read
-    or change the folder, whatever the umask. Raises ConfigError if the run folder is
-    not writable, or a requeue would be refused.
+    ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: the options
+    of sbatch, if known. ``site``: the file with the site's settings; without one,
+    slurm/supervise.py copies the file that it was started with. Only the owner may read
+    or change the launch folder, whatever the umask. Raises ConfigError if the run folder
+    is not writable, or if a requeue of the job would be refused.
     """
     c = job_config.checkpoint
     if c.enable and c.load_step != -1 and not c.load_only:
         raise ConfigError(
             f"checkpoint.load_step is {c.load_step}, expected -1 in a job: it would "
-            "be refused at the first requeue, after newer checkpoints. Copy that "
-            "RUN/checkpoint/step-N into a new run folder, and leave load_step out"
+            "be refused at the first requeue, because there are newer checkpoints. Copy "
+            f"RUN/checkpoint/step-{c.load_step} into a new run folder, and leave "
+            "load_step out"
         )
     if c.enable and "train_state" in c.exclude_from_loading and not c.load_only:
         raise ConfigError(
@@ -72,10 +73,10 @@ def freeze(
         folder.parent.mkdir(parents=True, exist_ok=True)
         warn_of_writers(run)
         partial.mkdir(mode=0o700)
-        # a site's file may include another
+        # a site's file may include another site's file
         (partial / "slurm" / "sites").mkdir(parents=True)
         for file in (*SCRIPTS.glob("*.*"), *SCRIPTS.glob("sites/*.sh")):
-            # Without the mode, because an installation may be read-only.
+            # The mode is not copied, because an installation may be read-only.
             if file.suffix in (".py", ".sh", ".sbatch"):
                 shutil.copyfile(file, partial / "slurm" / file.relative_to(SCRIPTS))
         if site is not None:
@@ -86,8 +87,8 @@ def freeze(
         )
         launch = {
             "run": os.fspath(run),
-            # The last option counts. The job may run in another folder (sbatch
-            # --chdir).
+            # The last --job.dump_folder counts. It is absolute, because the job may run
+            # in another folder (sbatch --chdir).
             "argv": [
                 os.fspath(folder / "config.toml"),
                 *argv[2:],
@@ -99,7 +100,7 @@ def freeze(
             **installed(),
         }
         text = json.dumps(launch, indent=2, ensure_ascii=False)
-        # Any bytes of a path
+        # A path may have any bytes.
         (partial / "launch.json").write_bytes(text.encode(errors="surrogateescape"))
         partial.rename(folder)
     return folder
@@ -119,10 +120,10 @@ def warn_of_writers(run: Path) -> None:
 
 
 def earlier(run: Path, name: str) -> Path | None:
-    """Return the newest launch folder of this job, if the start ``name``
-    (JOB.RESTARTS.ID) is not the job's first.
+    """Return the newest launch folder of this job, or None if the start ``name``
+    (JOB.RESTARTS.ID) is the job's first.
 
-    In a group's run folder, others may have put folders there, which do not count.
+    Folders of other users, who may share the run folder, do not count.
     """
     job, restarts, _ = name.split(".")
     files = [
@@ -141,21 +142,21 @@ def installed() -> dict[str, Any]:
 
 
 def installation_changes(config: str | Path) -> list[str]:
-    """Return what has been installed since the launch folder of a config was written.
-
-    A config that is in no launch folder has no changes.
+    """Return what was installed since the launch folder of a config was written: a text
+    for each changed package, and one if the code changed. Return [] if the config is in
+    no launch folder.
     """
     file = Path(config).with_name("launch.json")
     if not file.is_file():
         return []
-    then = json.loads(file.read_text(errors="surrogateescape"))
-    now = installed()
+    launch = json.loads(file.read_text(errors="surrogateescape"))
+    current = installed()
     changed = [
-        f"{name} {then['packages'].get(name)} then, {version} now"
-        for name, version in now["packages"].items()
-        if then["packages"].get(name) != version
+        f"{name} {launch['packages'].get(name)} then, {version} now"
+        for name, version in current["packages"].items()
+        if launch["packages"].get(name) != version
     ]
-    if then["code"] != now["code"]:
+    if launch["code"] != current["code"]:
         changed.append("the code of titan_disp")
     return changed
 
@@ -168,8 +169,8 @@ def main() -> None:
         job_config = load_config(rest)
         run = Path(job_config.job.dump_folder).absolute()
         folder = earlier(run, args.name) or freeze(job_config, rest, args.name)
-    # As the bytes of the path, because Python 3.6 in the locale C could not write its
-    # letters.
+    # The letters of the path are not escaped: slurm/supervise.py may run in Python 3.6
+    # and the locale C, which can pass on their bytes, but not the letters.
     sys.stdout.buffer.write(
         f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(
             errors="surrogateescape"

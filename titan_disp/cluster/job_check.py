@@ -25,7 +25,7 @@ from titan_disp.run.folder import writing
 from titan_disp.run.lock import abandoned
 from titan_disp.run.reader import LOCK
 
-FEW_NODES = 4  # so many nodes may stream without a warning: our choice
+FEW_NODES = 4  # with more nodes, streaming from the hub is warned of; our choice
 C4_FILES = 1024  # files of the training split
 # Requests for files in 5 minutes, by Hugging Face's documentation
 # (huggingface.co/docs/hub/rate-limits, "Resolvers").
@@ -70,7 +70,7 @@ def hub_warnings(
     """Return a warning for each training data set that more than a few nodes would
     stream from the hub.
     """
-    # a preflight does not know them: a node mostly has 8 GPUs
+    # A preflight does not know the number of nodes. Most nodes have 8 GPUs.
     nodes = nodes or -(-ranks // 8)
     if nodes <= FEW_NODES:
         return []
@@ -79,8 +79,8 @@ def hub_warnings(
     for data in training_sets(job_config):
         if not data.on_hub:
             continue
-        # Every stream reads each file that has its documents (at most files + streams
-        # reads), on all of its ranks.
+        # All ranks of a stream read each file that has documents of the stream. The
+        # streams together read at most (files + streams) files.
         fetch = "DIR"
         count = f"{(C4_FILES + streams) * (ranks // streams):,} requests (one per file and rank that reads it)"
         if is_hub_name(data.dataset):

@@ -111,7 +111,7 @@ def _start_ranks(
 ) -> int:
     """Run torchrun with a checked config, and return the exit status of ``launch``."""
     settings = LaunchConfig(
-        # nothing before the lines of the only rank on the console
+        # Lines have no prefix, because only one rank writes to the console.
         role="",
         log_line_prefix_template="${role_name}",
         logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL, local_ranks_filter={0}),
@@ -120,8 +120,8 @@ def _start_ranks(
         nproc_per_node=nproc,
         run_id=f"titan-disp-{os.getpid()}",
         rdzv_backend="c10d",
-        # Addresses, because not every container resolves localhost, and not every
-        # laptop its own name.
+        # Addresses instead of names, because not every container can resolve localhost,
+        # and not every laptop can resolve its own name.
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
@@ -161,7 +161,7 @@ def _start_ranks(
 def _outcome(run: str, then: str) -> str:
     """Return how a run has ended by itself, and what to type next.
 
-    ``then``: what the same command does.
+    ``then``: a phrase that says what the same command does next.
     """
     *_, last = [{}, *read_json_lines(os.path.join(run, EVENTS))]
     if last.get("event") == "complete":
@@ -178,14 +178,13 @@ def _outcome(run: str, then: str) -> str:
 
 
 class StopRanks:
-    """Pass the first signal on to the ranks that train as SIGTERM, and kill them at a
-    later one.
+    """Send SIGTERM to the ranks at the first signal, and kill them at a later one.
 
     The ranks have sessions of their own, so a terminal does not signal them.
     """
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal that was heard first; 0 if there was none
+        self.number = 0  # of the first signal; 0 if there was none
 
     @property
     def name(self) -> str:
@@ -193,7 +192,7 @@ class StopRanks:
 
     def heard(self, number: int, frame: FrameType | None) -> None:
         ranks = _ranks()
-        if not ranks:  # they have not started, or have ended
+        if not ranks:  # the ranks have not started, or have ended
             raise SystemExit(128 + (self.number or number))
         if self.number:
             _signal(os.killpg, ranks, signal.SIGKILL)
@@ -210,12 +209,12 @@ def _signal(
     send: Callable[[int, int], None], processes: Iterable[int], number: int
 ) -> None:
     for process in processes:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             send(process, number)
 
 
 def _say(text: str) -> None:
-    """Print to stderr, if there is one: a terminal that was closed, or a tee that
+    """Print to stderr, and ignore errors: a terminal that was closed, or a tee that
     Ctrl-C has ended, must not stop a save.
     """
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -223,12 +222,12 @@ def _say(text: str) -> None:
 
 
 def _ranks() -> list[int]:
-    """Return the children of this process that run and lead a session, as torchrun
-    starts ranks.
+    """Return the process ids of the ranks: running children of this process that lead a
+    session, which is how torchrun starts ranks.
     """
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             state, parent, _, session = process_fields(folder.name)[:4]
             if state != "Z" and int(parent) == os.getpid() and session == folder.name:
                 children.append(int(session))
@@ -259,7 +258,7 @@ OTHER_PYTHON = (
 )
 
 
-# The long options of sbatch, from the manual of SLURM 23.11 and later ones
+# The long options of sbatch, from the manuals of SLURM 23.11 and later versions
 SBATCH_OPTIONS = """
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
 consolidate-segments constraint container container-id contiguous core-spec
@@ -275,20 +274,20 @@ resv-ports segment signal sockets-per-node spread-job stepmgr switches test-only
 thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid usage
 use-min-nodes verbose wait wait-all-nodes wckey wrap
 """
-# Similarity from which an unknown option is a misspelled one. Less similar ones, such
-# as container-image, may be those of a cluster's plugins.
+# From this similarity on, an unknown option is taken for a misspelled one. Other unknown
+# options, such as container-image, may be those of a cluster's plugins.
 MISSPELLED = 0.85
 
 
 def check_sbatch_option(option: str) -> None:
-    """Refuse a misspelled option of sbatch, such as "accuont=abc"."""
-    known = SBATCH_OPTIONS.split()
+    """Raise ConfigError if an option of sbatch is misspelled, such as "accuont=abc"."""
+    names = SBATCH_OPTIONS.split()
     name, _, _ = option.lstrip("-").partition("=")
     # sbatch accepts an option's beginning, too.
-    if any(whole.startswith(name) for whole in known):
+    if any(long_name.startswith(name) for long_name in names):
         return
     with_hyphens = name.replace("_", "-")
-    similar = difflib.get_close_matches(with_hyphens, known, 1, MISSPELLED)
+    similar = difflib.get_close_matches(with_hyphens, names, 1, MISSPELLED)
     if similar:
         raise ConfigError(
             f"sbatch has no option {name!r} (did you mean {similar[0]}?): change "
@@ -297,10 +296,10 @@ def check_sbatch_option(option: str) -> None:
 
 
 def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]:
-    """Build the options of sbatch.
+    """Return the command-line options of sbatch.
 
-    ``more`` are further ones, without dashes. Raises ConfigError if one is misspelled
-    or has a comma.
+    ``more``: further options, without dashes. Raises ConfigError if an option is
+    misspelled, or if a path that the job gets as a variable has a comma.
     """
     for option in options.sbatch:
         check_sbatch_option(option)
@@ -312,7 +311,7 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
             name, _, value = setting.partition("=")
             raise ConfigError(
                 f"{name} is {value!r}, and sbatch ends the value at the comma: use a "
-                "path without one"
+                "path without a comma"
             )
     words = [f"nodes={options.nodes}"]
     if options.gpus_per_node:
@@ -324,7 +323,7 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
 def site_file(site: str) -> Path:
     """Return the file of a site, which is a name in slurm/sites or a path.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no such file.
     """
     for file in (Path(site), SCRIPTS / "sites" / f"{site}.sh"):
         if file.is_file():
@@ -339,12 +338,12 @@ def command(
     script: Path = SCRIPTS / SCRIPT,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """Build the sbatch command line of a script in slurm/."""
+    """Return the sbatch command line of a script in slurm/."""
     return ["sbatch", *sbatch_options(options, more), str(script), *arguments]
 
 
 def send(line: Sequence[str], dry_run: bool) -> int:
-    """Print an sbatch command, run it unless this is a dry run, and return its exit
+    """Print an sbatch command, run it unless this is a dry run, and return the exit
     status.
     """
     print(f"\n{shlex.join(line)}", flush=True)
@@ -360,9 +359,10 @@ def send(line: Sequence[str], dry_run: bool) -> int:
 
 
 def _look_at(run: Path) -> None:
-    """Check that a run folder could be written: a temporary folder is, and removed.
+    """Check that a run folder can be written, by creating and removing a temporary folder.
 
-    On a machine without sbatch, which may have other disks than the cluster, only warn.
+    On a machine without sbatch, which may have other disks than the cluster, only print
+    a warning.
     """
     there = next(folder for folder in (run, *run.parents) if folder.exists())
     try:
@@ -375,8 +375,8 @@ def _look_at(run: Path) -> None:
 
 
 def submit(options: SubmitOptions) -> int:
-    """Print the plan, keep what the job will run in RUN/launch, submit it, and return
-    sbatch's exit status.
+    """Print the plan, write what the job will run to RUN/launch, submit the job, and
+    return sbatch's exit status.
     """
     job_config = load_config(options.argv)
     spares = os.environ.get("TITAN_DISP_SPARES") or "0"

@@ -42,14 +42,14 @@ REPORT = "titan-disp-node-report: "
 # most bytes per line: srun splits lines above 1024 bytes, and mixes the parts with
 # lines of other nodes
 LINE = 1000
-# if a smaller fraction of a GPU's memory is free, another process uses it or has left
-# memory behind
+# if a smaller fraction of a GPU's memory is free, another process uses the GPU or has
+# left memory allocated
 BUSY = 0.9
-LIMIT = 60  # seconds for a tool: if it hangs, so does the driver
+LIMIT = 60  # seconds for a vendor's tool: if the tool hangs, so does the driver
 DAY = 86400.0
 VERBS = Path("/sys/class/infiniband")  # has the cards of InfiniBand, RoCE and EFA
 RECOVERY = "gpu_recovery_action"
-# nvidia-smi's fields, the value of a healthy GPU, and the message for any other value.
+# {field of nvidia-smi: (value of a healthy GPU, message for any other value)}
 NVIDIA_FIELDS = {
     "ecc.errors.uncorrected.volatile.total": (
         "0",
@@ -72,7 +72,7 @@ XID = re.compile(r"(?m)^(?:\[ *([\d.]+)\] )?NVRM: Xid \((PCI:[^)]*)\): (\d+), (.
 
 
 def gpu_problems() -> list[str]:
-    """Describe the faults of this node's GPUs.
+    """Return a description of each fault of this node's GPUs.
 
     The list is empty if no vendor tool is installed.
     """
@@ -119,9 +119,10 @@ def _output(*command: str) -> str:
 
 
 def _nvidia(field: str) -> dict[str, str]:
-    """Return one field of each GPU.
+    """Return {GPU: value} of one field of nvidia-smi.
 
-    Fields are queried singly: nvidia-smi rejects queries with any unknown field.
+    Each field has its own query, because nvidia-smi rejects a query with any unknown
+    field.
     """
     text = _output("nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader")
     return dict(
@@ -149,9 +150,8 @@ def _amd() -> dict[str, int]:
 
 
 def _parts(head: str, text: str) -> Iterable[tuple[str, str]]:
-    """Split a text at the lines that match ``head``.
-
-    Yields the GPU of each such line and the text below it.
+    """Split a text at the lines that match ``head``, and return, for each such line, its
+    GPU and the text below it.
     """
     _, *parts = re.split(head, text)
     return zip(parts[::2], parts[1::2], strict=True)
@@ -319,14 +319,16 @@ def locked_memory_note() -> str | None:
 
 
 def ranks_per_node(nproc: str, gpus: int) -> int:
-    """Return the ranks of a node that has so many GPUs. ``nproc``: a number or "gpu"."""
+    """Return the number of ranks on a node with ``gpus`` GPUs. ``nproc``: this number, or
+    "gpu" for one rank per GPU.
+    """
     if nproc == "gpu":
         return gpus
     return int(nproc)
 
 
 def _ranks(gpus: int) -> int:
-    """Return the number of ranks of this job, on nodes with so many GPUs."""
+    """Return the number of ranks of this job, if each node has ``gpus`` GPUs."""
     per_node = ranks_per_node(os.environ.get("TITAN_DISP_NPROC", "gpu"), gpus)
     return int(os.environ.get("SLURM_NNODES", "1")) * per_node
 

@@ -6,8 +6,8 @@ the batch host of first_run.sbatch.
     node_reports report DIR NPROC "NODE NODE …" --job.config_file CONFIG …
 
 DIR holds nodes/NODE.json (from node_health) and bandwidth.json (from bandwidth).
-The job has these nodes, of NPROC ranks each (gpu: one per GPU).
-``report`` adds report.json, prints a table, and exits with status 1 if there is a
+NODE … are the nodes of the job, with NPROC ranks each ("gpu": one rank per GPU).
+``report`` writes DIR/report.json, prints a table, and exits with status 1 if there is a
 problem.
 """
 
@@ -30,7 +30,8 @@ from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError, counted, one_line_at_the_end
 from titan_disp.templates import templates
 
-# seconds: users compare logs and file times of different nodes, and credentials expire
+# Seconds between clocks. Users compare logs and file times of different nodes, and some
+# credentials are valid for a short time.
 CLOCK_LIMIT = 2.0
 # bytes of a GPU for the bandwidth test: two buffers, and NCCL's own memory
 TEST_MEMORY = 2e9
@@ -43,9 +44,8 @@ Problems = dict[str, list[str]]  # by node
 def collect(
     folder: Path, expected: Sequence[str]
 ) -> tuple[dict[str, Report], Problems]:
-    """Read the reports of the nodes that answered.
-
-    Also returns the problems of each expected node.
+    """Return the reports of the nodes that answered, and the problems of each expected
+    node.
     """
     reports: dict[str, Report] = {}
     problems: Problems = {}
@@ -60,7 +60,7 @@ def collect(
 
 
 def gpus_of(report: Report) -> str:
-    """Describe a node's GPUs, for example as "8 × NVIDIA H100 80GB HBM3"."""
+    """Return a node's GPUs as text, for example "8 × NVIDIA H100 80GB HBM3"."""
     counts: Counter[str] = Counter(report["gpus"])
     return (
         ", ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
@@ -69,8 +69,8 @@ def gpus_of(report: Report) -> str:
 
 
 def gpu_problems(reports: Mapping[str, Report], nproc: str) -> Problems:
-    """Find nodes with too few GPUs for the ranks, with different kinds of GPUs, or with
-    other GPUs than most nodes.
+    """Return the problems of nodes with too few GPUs for the ranks, with different kinds
+    of GPUs, or with other GPUs than most nodes.
     """
     if not reports:
         return {}
@@ -108,7 +108,7 @@ def able_nodes(reports: Mapping[str, Report], nproc: str) -> list[str]:
 
 
 def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
-    """Find nodes with a slow network or a wrong clock."""
+    """Return the problems of nodes with a slow network or a wrong clock."""
     problems = defaultdict(list)
     usual = usual_bandwidth(bandwidth["pairs"])
     for node, best in slow_nodes(bandwidth["pairs"]).items():
@@ -128,8 +128,8 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
 def config_problem(
     argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]
 ) -> tuple[list[str], list[str]]:
-    """Return the config's problems and notes, for so many nodes with the most common
-    number of GPUs.
+    """Return the problems of the config, and notes, for ``nodes`` nodes that all have the
+    most common number of GPUs.
     """
     counts = [len(report["gpus"]) for report in reports.values()]
     ranks = nodes * ranks_per_node(nproc, max(counts, key=counts.count, default=0))
@@ -147,9 +147,10 @@ def config_problem(
 def make_report(
     out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]
 ) -> Report:
-    """Combine the reports, the bandwidth test and the check of the config.
+    """Return the content of report.json: the nodes' reports, the bandwidth test, and the
+    problems and notes of both and of the config.
 
-    ``problems`` has messages by node, "the config" or "bandwidth". ``notes`` are no
+    ``problems`` has messages by node, "the config" or "bandwidth". ``notes`` are not
     problems by themselves.
     """
     reports, problems = collect(out / "nodes", expected)
@@ -214,7 +215,7 @@ def main() -> None:
     if what == "folder":
         with one_line_at_the_end():
             run = Path(load_config(words).job.dump_folder).absolute()
-            if problem := writable(str(run)):  # this creates it
+            if problem := writable(str(run)):  # this creates the folder
                 raise ConfigError(f"job.dump_folder: {problem}")
         print(run)
         return

@@ -56,8 +56,8 @@ from titan_disp.text import estimated_duration
 
 MAX_NODES = 1024  # largest number of nodes that is tried
 NOTICED = 0.1  # a plan warns if communication or checkpoints take a larger part
-LONG = 3600.0  # it warns of more seconds between two checkpoints
-GATHERED = 20e6  # it warns of more bytes that rank 0 gathers in a save
+LONG = 3600.0  # a plan warns of more seconds between two checkpoints
+GATHERED = 20e6  # a plan warns if rank 0 gathers more bytes in a save
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class Model:
         parameters_non_embedding: without the output and the embeddings of tokens and
             positions.
         flops: of forward and backward, without recomputation.
-        dispersion_flops: what dispersion adds to these.
-        dispersion_bytes: that it reads and writes beside its products.
+        dispersion_flops: further FLOPs of dispersion.
+        dispersion_bytes: bytes that dispersion reads and writes outside of its matrix
+            products.
     """
 
     parameters: int
@@ -111,15 +112,17 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Attributes:
-        size: bytes of a full one, without the few numbers of streams and schedules.
-        saved: how many are saved.
+        size: bytes of a full checkpoint, without the few numbers of streams and
+            schedules.
+        parts: entries in the .metadata of a checkpoint. Rank 0 gathers the plan of each
+            entry in every save.
+        saved: how many checkpoints are saved.
         kept: how many are left at the end of the run.
-        disk: most bytes at any time. This is one more than are kept, as the oldest is
-            deleted after the newest is complete.
-        interval_seconds: between two of them; 0 without checkpoints.
-        seconds: to write one at the machine's storage_bandwidth. Asynchronous modes
-            hide most of this time.
-        parts: entries of its .metadata. Rank 0 gathers the plan of each in every save.
+        disk: most bytes at any time. This is one checkpoint more than are kept, because
+            the oldest is deleted after the newest is complete.
+        interval_seconds: time between two checkpoints; 0 without checkpoints.
+        seconds: time to write a checkpoint at the machine's storage_bandwidth.
+            Asynchronous modes hide most of this time.
     """
 
     size: int
@@ -132,12 +135,12 @@ class Checkpoints:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of plans, which rank 0 gathers in every save."""
+        """Bytes of the plans that rank 0 gathers in every save."""
         return self.parts * cost.PLANNED_BYTES
 
     @property
     def metadata_bytes(self) -> int:
-        """Of .metadata."""
+        """Bytes of .metadata."""
         return self.parts * cost.METADATA_BYTES
 
 
@@ -146,15 +149,17 @@ class Time:
     """The time of a step, and of all steps.
 
     Attributes:
-        computing_seconds: of a step's products at the machine's ``mfu`` of the bf16
-            peak, and of ``dispersion_bytes``.
-        within_bytes: that a GPU sends in a step to others of its node (``traffic``).
-        between_bytes: that it sends to other nodes.
-        within_seconds, between_seconds: to send these bytes.
+        computing_seconds: time of a step's products at the machine's ``mfu`` of the bf16
+            peak, and of reading and writing ``dispersion_bytes``.
+        within_bytes: bytes that a GPU sends in a step to other GPUs of its node
+            (``traffic``).
+        between_bytes: bytes that a GPU sends in a step to other nodes.
+        within_seconds, between_seconds: time to send these bytes.
         exposed_seconds: communication that computing cannot hide, a lower bound.
         step_seconds: computing and exposed communication.
         tokens_per_second_per_gpu: throughput.
-        days: of all steps, without start-ups, checkpoints, validation and measurements.
+        days: time of all steps, without start-ups, checkpoints, validation and
+            measurements.
         days_without_dispersion: the same with dispersion off.
         days_fp32_dispersion: the same with dispersion's products at the fp32 peak, as
             for fp32 activations and l2_repel.
@@ -197,12 +202,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a resume in the middle of an epoch reads to reach the positions.
+    """What a resume in the middle of an epoch reads to reach its data positions.
 
     Attributes:
-        total_bytes: as stored, of all data-parallel ranks together.
-        rank_bytes: of the rank that reads the most.
-        seconds: of the slowest rank, if storage is fast enough.
+        total_bytes: stored bytes that all data-parallel ranks together read.
+        rank_bytes: stored bytes that the rank with the most bytes reads.
+        seconds: time that the slowest rank needs, if storage is fast enough.
     """
 
     total_bytes: int
@@ -232,8 +237,8 @@ class Plan(Prediction):
         coeff: λ, or None if dispersion is off.
         checkpoints: those of the whole run.
         sources: the shares of several sources of data.
-        unseen: for each local source, about the fraction of its text that an epoch's
-            tokens leave unread.
+        unseen: for each local source, about which fraction of its text an epoch does
+            not read.
         resume: for each local source, what a resume in the middle of an epoch reads.
         node_counts: numbers of nodes that are possible, up to MAX_NODES, with the same
             number of GPUs per node.
@@ -265,8 +270,8 @@ def admitted_node_counts(
 ) -> list[NodeCount]:
     """Return the numbers of nodes for which ``check_config`` passes.
 
-    For each number, two meshes are tried, and the first that passes counts: the config
-    as it is, and as many replicas of its shard degree as the ranks allow (unless the
+    For each number, two meshes are tried, and the first that passes counts: the mesh of
+    the config, and as many replicas of its shard degree as the ranks allow (unless the
     config's replicate degree is −1, which does this by itself). If a replica fits into
     a node, the second mesh is tried first.
     """
@@ -291,7 +296,9 @@ def admitted_node_counts(
             mesh.data_parallel_shard_degree = shard_degree
             # An earlier check may have set the steps from the token budget.
             trial.training.steps = steps
-            if not fits_ranks(trial, world):  # most numbers, and the soonest found
+            if not fits_ranks(
+                trial, world
+            ):  # the fastest check, which fails most often
                 continue
             try:
                 check_config(trial, world)
@@ -305,8 +312,8 @@ def admitted_node_counts(
 def measured_files(
     job_config: JobConfig, listed: Sequence[tuple[DataSet, list[DataFile]]]
 ) -> dict[str, list[DataFile]]:
-    """Return the files of each local source, with their density, by its name ("" if
-    there is only one).
+    """Return {name of a local source: its files, with their densities}. The name is "" if
+    there is only one source.
     """
     options = stream_options(job_config)
     files_of = {}
@@ -320,8 +327,8 @@ def measured_files(
     return files_of
 
 
-# CPU seconds of passing over a gigabyte as stored: of C4's gzip files, and of web text
-# in the other formats, on one core of 2024
+# CPU seconds to skip a gigabyte of stored bytes, on one core of 2024: of C4's gzip files,
+# and of web text in the other formats
 SECONDS_PER_GB = {".gz": 5.9, ".zst": 4.0, ".parquet": 10.0}
 SECONDS_PER_GB_PLAIN = 1.0
 
@@ -329,8 +336,8 @@ SECONDS_PER_GB_PLAIN = 1.0
 def resumes(
     files: Mapping[str, list[DataFile]], job_config: JobConfig, ranks: int
 ) -> dict[str, Resume]:
-    """Predict what a resume at 50 % of an epoch reads of each source, on so many
-    data-parallel ranks. ``files``: of the sources by name, with their density.
+    """Return {name of a source: what a resume at 50 % of an epoch reads of it}, on
+    ``ranks`` data-parallel ranks. ``files``: the result of ``measured_files``.
     """
     options = stream_options(job_config)
     return {
@@ -348,10 +355,10 @@ def resumes(
 def resume_of(
     files: list[DataFile], share: Share, seed: int, slots_per_rank: int, threads: int
 ) -> Resume:
-    """Predict what a resume at 50 % of an epoch reads of a source.
+    """Return what a resume at 50 % of an epoch reads of a source.
 
-    Its slots are divided among ranks of ``slots_per_rank``, each of which reads so many
-    files at once as it has ``threads``.
+    Each rank has ``slots_per_rank`` of the source's slots, and reads as many files at
+    once as it has ``threads``.
     """
     assignment = Assignment(files, one_share(share.slots), seed)
     total = 0
@@ -368,15 +375,15 @@ def resume_of(
 
 
 def _seconds(file: DataFile, size: int) -> float:
-    """Return the CPU seconds of passing over so many stored bytes of a file."""
+    """Return the CPU seconds to skip ``size`` stored bytes of a file."""
     suffix = os.path.splitext(file.name)[1]
     return size / 1e9 * SECONDS_PER_GB.get(suffix, SECONDS_PER_GB_PLAIN)
 
 
 def find_machine(machine: Machine) -> Machine:
-    """Return the machine with the GPU's own numbers where it names none.
+    """Return the machine, with the numbers of its GPU in place of missing ones.
 
-    Raises ConfigError if one of its numbers is out of range.
+    Raises ConfigError if a number of the machine is out of range.
     """
     gpu = cost.find_gpu(machine)
     check_least(machine, nodes=1, gpus_per_node=1)
@@ -452,14 +459,14 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         coeff=coeff,
         checkpoints=checkpoints,
         sources=sources,
-        unseen={one.source: one.unseen for one in local},
+        unseen={reading.source: reading.unseen for reading in local},
         resume=resumes(files_of, job_config, mesh.data_parallel),
         node_counts=admitted_node_counts(unchecked, machine.gpus_per_node, mesh.shard),
         warnings=[
             *missing.messages,
             *dict.fromkeys(of_data),
             *config_warnings(job_config),
-            *(warning for one in local for warning in one.warnings()),
+            *(warning for reading in local for warning in reading.warnings()),
             *hub_warnings(job_config, world, machine.nodes),
             *_warnings(machine, prediction, checkpoints, sources),
         ],
@@ -467,9 +474,10 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
 
 
 def _asked_size(job_config: JobConfig, machine: Machine) -> str:
-    """Return a sentence on the asked number of nodes, and on those that would work.
+    """Return a sentence about the number of nodes that the user asked for, and about
+    numbers that would work.
 
-    ``job_config``: with the degrees of parallelism of the file.
+    ``job_config`` has the degrees of parallelism that are in the config file.
     """
     hint = nearest_hint(
         job_config, machine.nodes, noun="node", ranks_each=machine.gpus_per_node
@@ -542,10 +550,10 @@ def _warnings(
         )
     if checkpoints.saved and checkpoints.gathered_bytes > GATHERED:
         yield (
-            f"a checkpoint has {checkpoints.parts:,} parts, so that rank 0 gathers "
-            f"{_size(checkpoints.gathered_bytes)} of plans in every save, while training is slower, and "
-            "every rank parses as many at a resume: lower data_parallel_shard_degree, "
-            "and raise data_parallel_replicate_degree as much"
+            f"a checkpoint has {checkpoints.parts:,} parts. In every save, rank 0 gathers "
+            f"{_size(checkpoints.gathered_bytes)} of plans, which slows training, and at "
+            "a resume, every rank parses all parts: lower data_parallel_shard_degree, "
+            "and raise data_parallel_replicate_degree by the same factor"
         )
 
 
@@ -604,7 +612,7 @@ def predict(job_config: JobConfig, module: DispModel, machine: Machine) -> Predi
     )
 
 
-# The part of a GPU's memory bandwidth that dispersion gets. With it,
+# The part of a GPU's memory bandwidth that dispersion gets. With this value,
 # benchmarks/gpu_cost.py predicts what was measured on one H200 (docs/benchmarks.md).
 BANDWIDTH_PART = 0.85
 
@@ -654,7 +662,7 @@ SHOWN = 24  # most node counts on the line
 
 
 def _size(count: float) -> str:
-    # GB wherever they show two digits, so that the lines of a plan compare at a glance
+    # GB is used from 0.01 GB on, so that the lines of a plan are easy to compare.
     if count >= 1e7:
         return f"{count / 1e9:.2f} GB"
     return f"{count / 1e6:.2f} MB"

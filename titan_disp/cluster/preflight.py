@@ -1,9 +1,9 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a
 user requests hundreds of GPUs.
 
-It finds what ``titan_disp.checks`` cannot find: the model cannot be built or
-sharded, or a step fails. What one step on this machine cannot run or does not need is
-switched off first.
+It finds errors that ``titan_disp.checks`` cannot find: the model cannot be built or
+sharded, or a step fails. Features that one step on this machine cannot run or does not
+need are switched off first.
 
 TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps
 as rank 0 would. Only the communication is fake: with ``comm.mode = "fake_backend"``,
@@ -35,7 +35,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
-# The model's spec and the device type, whatever the config imports.
+# This registers the models and sets the device type, whatever the config imports.
 import titan_disp.plugin  # noqa: F401
 from titan_disp import cpu
 from titan_disp.checks import check_config, check_mesh, check_ranks, config_warnings
@@ -67,10 +67,11 @@ class Reduced:
         self.job_config = copy.deepcopy(job_config)
         self.changes: list[str] = []
 
-    def set(self, key: str, new: Any, reason: str = "", *, said: bool = True) -> None:
+    def set(self, key: str, new: Any, reason: str = "", *, listed: bool = True) -> None:
+        """Set a key of the copy. ``listed``: whether ``changes`` lists the change."""
         old = value_of(self.job_config, key)
         set_value(self.job_config, key, new)
-        if said and old != new:
+        if listed and old != new:
             self.changes.append(
                 f"{key} {shown(old)} → {shown(new)}" + (f": {reason}" if reason else "")
             )
@@ -82,7 +83,7 @@ def small_flavor(job_config: JobConfig, ranks: int) -> str:
     """
     # tied embeddings change FSDP's groups
     tied = args_of(job_config).enable_weight_tying
-    # in ascending order
+    # The flavors are in ascending order of size.
     for name, args in find_model(job_config.model.name).flavors.items():
         if name == job_config.model.flavor:
             break
@@ -102,9 +103,8 @@ def reduce(
     flavor: str | None = None,
     seq_len: int | None = None,
 ) -> Reduced:
-    """Reduce a copy of a checked config to one step with simulated other ranks.
-
-    On a CPU, the model is small, too.
+    """Return a copy of a checked config, reduced to one step in which other ranks are
+    simulated. On a CPU, the model is small, too.
     """
     r = Reduced(job_config)
     _one_step(r)
@@ -149,7 +149,7 @@ def _one_step(r: Reduced) -> None:
         "comm.mode": "fake_backend",
         "metrics.disable_color_printing": True,
     }.items():
-        r.set(key, value, said=False)
+        r.set(key, value, listed=False)
     for key in (*WRITERS, "validation.enable"):
         r.set(key, False)
     r.set(
@@ -205,12 +205,13 @@ class Report:
     mesh: dict[str, int]  # dimensions with more than one rank
     accumulation: int
     parameters: int  # a tied embedding counts once
-    own_parameters: int  # elements of these that rank 0 holds
-    seconds: float  # with compilation if it is on
-    # of allocated GPU memory up to the end of the step; on a CPU, the process's
+    own_parameters: int  # elements of the parameters that rank 0 holds
+    seconds: float  # of the step, including compilation
+    # peak of allocated GPU memory up to the end of the step; on a CPU, the process's
     # high-water mark
     peak_bytes: int
-    warnings: list[str] = field(default_factory=list)  # about what a step does not show
+    # about problems that a step does not show
+    warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         template = templates(__file__).get_template("preflight.txt.j2")
@@ -221,10 +222,10 @@ def preflight(options: PreflightOptions) -> Report:
     """Check a config for all ranks of the job, then run one step of rank 0 in its own
     process.
 
-    Raises ConfigError if the unreduced config cannot work on so many ranks, or with a
-    failed step's last lines of output.
+    Raises ConfigError if the unreduced config cannot work on these ranks, or if the step
+    fails, with the last lines of its output.
     """
-    whole, reduced = prepare(options)
+    job_config, reduced = prepare(options)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
         measured = _run(options, Path(folder))
     job = reduced.job_config
@@ -235,7 +236,10 @@ def preflight(options: PreflightOptions) -> Report:
         flavor=named(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
-        warnings=[*config_warnings(whole), *hub_warnings(whole, options.ranks)],
+        warnings=[
+            *config_warnings(job_config),
+            *hub_warnings(job_config, options.ranks),
+        ],
         **measured,
     )
 
@@ -321,8 +325,8 @@ class RandomTokens(BaseDataLoader):
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """Give the registered spec random tokens as data, and no real tokenizer, within
-    this context.
+    """Within this context, let the registered spec have random tokens as data, and no
+    real tokenizer.
     """
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
@@ -341,20 +345,19 @@ def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
 
 
 def one_step(job_config: JobConfig) -> dict[str, Any]:
-    """Build the trainer and take one step.
-
-    Returns the measured fields of ``Report``.
-    """
+    """Return the measured fields of ``Report``, after one step of TorchTitan's trainer."""
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
     monitor = trainer.metrics_processor.device_memory_monitor
-    monitor.reset_peak_stats = lambda: None  # at the end of every step's log
+    # TorchTitan would reset the peaks when it logs the step.
+    monitor.reset_peak_stats = lambda: None
     trainer.step = 1
     start = time.perf_counter()
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
     optimizers.settle()
-    # fake communication gave an infinite value: step anyway, to measure Adam's memory
+    # If fake communication has given an infinite value, this steps all the same, to
+    # measure Adam's memory.
     if optimizers.bad_terms:
         optimizers.inner.step()
     if not cpu.active():

@@ -1,10 +1,10 @@
-"""``titan-disp plan --suggest`` tries other batches, meshes and checkpointing, and
-lists those with the least step time: the best of each mode of checkpointing, and the
-best with the largest local batch.
+"""``titan-disp plan --suggest`` tries other local batches, meshes and modes of activation
+checkpointing, and lists the configs with the shortest steps: the best one of each mode,
+and the best one with the largest local batch.
 
-Every try passes the checks of a start, and trains the same: the global batch stays. The
-step's time is the plan's, with what activation checkpointing computes again. It knows
-nothing of kernels that are slow for small sizes.
+Each config passes the checks of a start, and keeps the global batch. Its step time is
+that of the plan, plus the time in which activation checkpointing computes again. The
+estimate does not know that some kernels are slow for small sizes.
 """
 
 import copy
@@ -27,11 +27,11 @@ from titan_disp.text import estimated_duration
 
 # step times that differ by less than this fraction of the least count as equal
 EQUAL = 0.01
-# Fraction of the GPU's memory that a plan may fill: the rest is for the context, NCCL
-# and fragmentation
+# Fraction of the GPU's memory that a config may fill: the rest is for the CUDA context,
+# NCCL and fragmentation
 FILLED = 0.9
 CHUNK = 2048  # of training.head_chunk_tokens
-# Mode → the part of the forward pass that backward computes again. "op" keeps every
+# By mode: the part of the forward pass that backward computes again. "op" keeps every
 # second product and the attention.
 AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
 BATCH = "training.local_batch_size"
@@ -49,7 +49,7 @@ Values = dict[str, Any]  # of ``KEYS``
 @dataclass(frozen=True)
 class Suggestion:
     options: list[str]  # what differs from the config, as on the command line
-    step_seconds: float  # with what is computed again
+    step_seconds: float  # including what activation checkpointing computes again
     memory: int  # bytes per GPU
 
     def line(self) -> str:
@@ -58,12 +58,11 @@ class Suggestion:
 
 
 def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
-    """Return the config as it is, and then the best others that fit the memory, by step
-    time.
+    """Return the config as it is, and then the best other configs that fit the memory, by
+    step time.
 
-    Of those whose times are equal, the one with the fewest changes comes first, then
-    the one with the largest batch. Raises ConfigError if the config is refused as it
-    is.
+    If times are equal, the config with the fewest changes comes first, then the one with
+    the largest batch. Raises ConfigError if the config is refused as it is.
     """
     machine = find_machine(machine)
     module = meta_model(job_config)
@@ -74,7 +73,7 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
         trial = copy.deepcopy(job_config)
         for key, value in values.items():
             set_value(trial, key, value)
-        # ``_tries`` has raised an error that is about the config as it is.
+        # ``_tries`` has checked the config as it is, so an error is about this trial.
         with suppress(ConfigError):
             check_config(trial, machine.nodes * machine.gpus_per_node)
             prediction = predict(trial, module, machine)
@@ -87,13 +86,13 @@ def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
             )
             if values is as_is or suggestion.memory <= memory:
                 fitting.setdefault(tuple(suggestion.options), (suggestion, values))
-    (current, _), *others = fitting.values()
-    return [current, *_best(others, as_is[TENSOR])]
+    (current, _), *trials = fitting.values()
+    return [current, *_best(trials, as_is[TENSOR])]
 
 
 def _best(trials: list[tuple[Suggestion, Values]], tensor: int) -> list[Suggestion]:
-    """Return the best trial of each mode of checkpointing, and the best of those with
-    this degree of tensor parallelism that have the largest local batch, by step time.
+    """Return the best trial of each mode of checkpointing, and the best one with this
+    degree of tensor parallelism and the largest local batch, by step time.
     """
     least = min((trial.step_seconds for trial, _ in trials), default=1.0)
 
@@ -115,15 +114,16 @@ def _best(trials: list[tuple[Suggestion, Values]], tensor: int) -> list[Suggesti
 
 
 def _again(job_config: JobConfig) -> float:
+    """Return the part of the forward pass that backward computes again."""
     checkpointing = job_config.activation_checkpoint
-    every = checkpointing.selective_ac_option
-    if checkpointing.mode == "selective" and every != "op":
-        return 1 / (int(every) or 1)
+    option = checkpointing.selective_ac_option
+    if checkpointing.mode == "selective" and option != "op":
+        return 1 / (int(option) or 1)
     return AGAIN.get(checkpointing.mode, 1 - checkpointing.memory_budget)
 
 
 def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[Values]:
-    """Yield other values with the same global batch."""
+    """Yield other values of ``KEYS`` with the same global batch."""
     trial = copy.deepcopy(job_config)
     world = machine.nodes * machine.gpus_per_node
     check_config(trial, world)
@@ -133,7 +133,7 @@ def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[V
     choices = {
         BATCH: [n for n in range(1, sequences + 1) if sequences % n == 0],
         TENSOR: [2**i for i in range(20) if machine.gpus_per_node % 2**i == 0],
-        # Not over all nodes: the plan ignores latencies
+        # No sharding over all nodes, because the plan ignores latencies
         SHARD: {as_is[SHARD], machine.gpus_per_node},
         MODE: [("none", option), ("selective", "op"), ("full", option)],
         HEAD: {as_is[HEAD], 0, CHUNK},
@@ -144,7 +144,7 @@ def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[V
         if values[SHARD] > 0:
             values[REPLICATE] = -1
         microbatch = values[BATCH] * world // (values[TENSOR] * context)
-        # −1 is the global batch of one microbatch.
+        # The default, −1, is the global batch of one microbatch per rank.
         if microbatch != sequences:
             values[GLOBAL] = sequences
         if microbatch <= sequences:

@@ -1,1 +1,1 @@
-"""This package keeps a run: its folder, its checkpoints, and what happens to it."""
+"""This package manages a run: its folder, checkpoints, logs, and the requests to stop."""

@@ -45,7 +45,7 @@ from titan_disp.run.save_plan import SavePlanner
 from titan_disp.run.storage import write_json
 
 T = TypeVar("T")
-# What goes on when a run steps back: the data, the schedule and the number of the step.
+# The states that stepping back does not load: data, schedule and step count go on.
 GO_ON = ["dataloader", "lr_scheduler", "train_state"]
 
 
@@ -57,17 +57,17 @@ def check_initial_load(
     ``assets`` is ``model.hf_assets_path``.
 
     Raises ConfigError if the keys contradict each other, or the weights are missing,
-    incomplete, or (in Hugging Face's format) another model's; CheckpointError or OSError
-    if a file cannot be read. The files' hashes are not compared here, but a lost
-    hashes.json is refused.
+    incomplete, or (in Hugging Face's format) another model's; RefusedError if a DCP
+    checkpoint has lost its hashes.json; CheckpointError or OSError if a file cannot be
+    read. The hashes themselves are compared when the weights are loaded.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
         if path or checkpoint.initial_load_in_hf:
             raise ConfigError(
                 "checkpoint.initial_load_path or initial_load_in_hf is set, but "
-                "checkpoint.enable is false, so that nothing would be loaded: set it "
-                "to true"
+                "checkpoint.enable is false, so nothing would be loaded: set "
+                "checkpoint.enable to true"
             )
     elif checkpoint.initial_load_in_hf:
         if not checkpoint.initial_load_model_only:
@@ -91,7 +91,7 @@ def check_initial_load(
 
 
 def missing_step(step: int, folder: str, steps: list[int]) -> str:
-    """Return the message about a step of checkpoint.load_step that is not among the
+    """Return the error message for a checkpoint.load_step that is not among the
     ``steps`` in ``folder``.
     """
     held = "no checkpoint"
@@ -103,8 +103,8 @@ def missing_step(step: int, folder: str, steps: list[int]) -> str:
 def hf_config(
     adapter: HfAdapter, tokenizer: AnyTokenizer, dtype: str
 ) -> dict[str, Any]:
-    """Return Hugging Face's config of a model, with the BOS and EOS that training put
-    around documents.
+    """Return the Hugging Face config of a model, with the ids of the BOS and EOS tokens
+    that training puts around documents.
     """
     return {
         **adapter.architecture(),
@@ -124,14 +124,14 @@ def describe(
     dtype: str,
     documents: Iterable[str] = (),
 ) -> None:
-    """Write what ``from_pretrained`` needs beside the weights into ``dest``: two files
-    of config, and the tokenizer.
+    """Write what ``from_pretrained`` needs besides the weights into ``dest``: two config
+    files and the tokenizer.
 
-    ``tokenizer`` was loaded from ``folder``, ``dtype`` is that of the weights, and
-    ``adapter.model_args.max_seq_len`` is the sequence length of training. The written
-    tokenizer must give training's ids for ``documents`` and for
-    ``hf_tokenizer.PROBES``. Raises ConfigError if it cannot be converted or gives other
-    ids, and OSError.
+    ``tokenizer`` was loaded from ``folder``, ``dtype`` is the dtype of the weights, and
+    ``adapter.model_args.max_seq_len`` is the sequence length of training. Raises
+    ConfigError if the tokenizer cannot be converted, or if the written tokenizer does
+    not give the ids of training for ``documents`` and for ``hf_tokenizer.PROBES``; and
+    OSError.
     """
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -143,12 +143,12 @@ def describe(
 
 @dataclass
 class Hooks:
-    """What a checkpoint manager calls. Beside each is what ``train`` passes."""
+    """Functions that a checkpoint manager calls. Comments name what ``train`` passes."""
 
     check_resume: Callable[[int], None]  # run.identity.check_resume
     healthy: Callable[[], bool]  # run.guard.GuardedOptimizers.healthy
-    # Methods of run.liveness.Start. A start that does not own the run folder may not
-    # delete what dead processes left among the checkpoints.
+    # Methods of run.liveness.Start. Only a start that owns the run folder may delete
+    # unfinished saves of dead processes.
     taken_by: Callable[[], str | None]
     owns_folder: Callable[[], bool]
     event: Callable[..., None]
@@ -160,26 +160,25 @@ class DispCheckpointManager(CheckpointManager):
     folder: str
     exclude_from_loading: list[str]
     sd_adapter: HfAdapter
-    save_future: Any = None  # a Future of an asynchronous save
+    save_future: Any = None  # the Future of an asynchronous save, or None
 
     def __init__(self, hooks: Hooks, save_seconds: float, **kwargs: Any) -> None:
-        """Create the manager.
+        """Create the manager. A collective call.
 
-        In saves, no rank waits for another for more than ``save_seconds``. A collective
-        call.
+        During a save, no rank waits longer than ``save_seconds`` for another rank.
         """
         self.pg: Any = None
         super().__init__(**kwargs)
-        # A rank may write for minutes, and the time-outs of training are shorter.
-        # TorchTitan makes a group for asynchronous saves only, with gloo's time-out. A
-        # second one would hold as many sockets again as there are ranks.
-        # gloo takes no infinite time
+        # A rank may write for minutes, and the time-outs of training are shorter, so
+        # saves need a group with their own time-out. If TorchTitan has created a group
+        # for asynchronous saves, this one is used: a second group would double the
+        # number of sockets. gloo accepts no infinite time-out.
         self._time = timedelta(seconds=min(save_seconds, 1e8))
         if self.enable and dist.get_backend() != "fake":
             self.pg = self.pg or dist.new_group(backend="gloo", timeout=self._time)
             set_timeout(self._time, self.pg)
         self.hooks = hooks
-        # TorchTitan does not set it if checkpoints are disabled
+        # TorchTitan sets sd_adapter only if checkpoints are enabled
         self.sd_adapter = kwargs["sd_adapter"]
         self._config = kwargs["checkpoint_config"]
         # The step of the newest checkpoint that this process has completely saved.
@@ -188,8 +187,8 @@ class DispCheckpointManager(CheckpointManager):
         self._due = False  # whether a save was put off while steps were skipped
         # Whether an asynchronous save has failed, so that the next call of ``save`` saves.
         self.saves_again = False
-        self._failures = 0  # of asynchronous saves in a row
-        self._saving: int | None = None  # step of an asynchronous save under way
+        self._failures = 0  # asynchronous saves that have failed in a row
+        self._saving: int | None = None  # step of a running asynchronous save
 
     # ---- save
 
@@ -203,21 +202,22 @@ class DispCheckpointManager(CheckpointManager):
         if self.saves_again:
             return True
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        # A skipped step changes no weights, so that a save would be sound; but the next
-        # good step is not far away.
+        # A skipped step changes no weights, so a save would be sound. It waits all the
+        # same, because the next good step is not far away.
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
-                f"step {curr_step}: no checkpoint while steps are skipped; the next "
-                "good step saves one"
+                f"step {curr_step}: no checkpoint is saved while steps are skipped; the "
+                "next good step saves one"
             )
             return False
         return wanted
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save as TorchTitan does, if due.
+        """Save as TorchTitan does, if a save is due.
 
-        Raises CheckpointError on all ranks if this save or the one before failed.
+        Raises CheckpointError on all ranks if this save or the previous one failed, and
+        InUseError if another start has taken the run folder.
         """
         if not self._should_save(curr_step, last_step):
             return
@@ -237,7 +237,7 @@ class DispCheckpointManager(CheckpointManager):
                 self._saved(curr_step)
 
     def _save(self, curr_step: int, last_step: bool) -> None:
-        """Save a step that is due as TorchTitan does."""
+        """Save this step as TorchTitan does, without asking again whether it is due."""
         on_rank_0(storage.patiently, self._make_room, curr_step, group=self.pg)
         super().save(curr_step, last_step)
 
@@ -259,29 +259,29 @@ class DispCheckpointManager(CheckpointManager):
                 self.hooks.tokenizer(),
                 self._config.export_dtype,
             )
-        except (ConfigError, OSError) as error:  # the weights are saved
+        except (ConfigError, OSError) as error:  # the weights are saved all the same
             logger.warning(
                 f"{folder} holds weights without config and tokenizer ({error}): "
                 "titan-disp export writes both"
             )
 
     def _make_room(self, step: int) -> None:
-        """Remove an unfinished save of this step, which may be of another number of
-        ranks, unless the folder was taken.
+        """Remove an unfinished save of this step, which another number of ranks may have
+        written. Raises InUseError if another start has taken the run folder.
         """
         if other := self.hooks.taken_by():
             raise InUseError(
                 f"step {step} is not saved: the run folder of {self.folder!r} was "
-                f"taken by another job ({other}) while this one trained, because this "
-                "one did not renew its .lock, as if it were dead. Stop one of the two "
-                "jobs, or give it another --job.dump_folder"
+                f"taken by another job ({other}) while this job trained, because this "
+                "job did not renew its .lock in time and seemed dead. Stop one of the "
+                "two jobs, or give one of them another --job.dump_folder"
             )
         folder = Path(self._create_checkpoint_id(step))
         if folder.is_dir() and not integrity.is_complete(folder):
             if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            # It may be more than that, for example a checkpoint whose .metadata was
-            # moved away. If it cannot be renamed, nothing is saved.
+            # The folder may hold more than an unfinished save, for example a checkpoint
+            # whose .metadata was moved away. If it cannot be renamed, nothing is saved.
             else:
                 moved = integrity.rename_step(folder, "damaged")
                 logger.error(f"{folder} has no .metadata and was moved to {moved}")
@@ -290,7 +290,7 @@ class DispCheckpointManager(CheckpointManager):
         """Record that a save failed, and return the error to raise."""
         reason = storage.one_line(error)
         kept: list[int] = []
-        with suppress(OSError):  # what made the save fail may make these fail too
+        with suppress(OSError):  # listing may fail for the same reason as the save
             kept = integrity.checkpoints(self.folder)
         self.hooks.event("save_failed", step, error=reason)
         return CheckpointError(
@@ -320,7 +320,8 @@ class DispCheckpointManager(CheckpointManager):
         Returns DCP's Future or AsyncSaveResponse if ``async_mode`` is asynchronous.
         """
         if to_hf:
-            # TorchTitan saves in the default group. This save is the last one
+            # TorchTitan saves this format in the default process group. Its time-out
+            # can be changed, because no training follows this save.
             set_timeout(self._time, None)
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -348,7 +349,7 @@ class DispCheckpointManager(CheckpointManager):
     def save_has_failed(self) -> bool:
         """Return whether an asynchronous save has failed on this rank, without waiting.
 
-        Record one that has ended well.
+        If the save has succeeded, this records it.
         """
         future = self.save_future
         if future is None or not future.done():
@@ -362,9 +363,10 @@ class DispCheckpointManager(CheckpointManager):
     def wait(self) -> None:
         """Wait for an asynchronous save.
 
-        If it failed (DCP says so on all ranks), and the reason may pass, this pauses,
-        and the next call of ``save`` saves. Raises CheckpointError if the reason cannot
-        pass, or after more failures in a row than there are ``storage.PAUSES``.
+        If the save failed, which DCP reports on all ranks, for a reason that may pass,
+        this pauses, and the next call of ``save`` saves. Raises CheckpointError if the
+        reason cannot pass, or after more failures in a row than ``storage.PAUSES`` has
+        entries.
         """
         if self.save_future is None:
             return
@@ -400,10 +402,8 @@ class DispCheckpointManager(CheckpointManager):
             self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the newest ``keep_latest_k`` complete checkpoints, and those of every
-        ``keep_every`` steps.
-
-        Unfinished saves neither count nor are deleted.
+        """Delete old complete checkpoints: not the newest ``keep_latest_k``, and not those
+        of every ``keep_every`` steps. Unfinished saves are neither counted nor deleted.
         """
         if (
             self.keep_latest_k <= 0
@@ -449,11 +449,11 @@ class DispCheckpointManager(CheckpointManager):
 
         Raises (on all ranks):
             ConfigError: the named weights are missing or another model's.
-            RefusedError: ``check_resume`` refuses the checkpoint, or there are newer ones than the explicit step.
-            EndedError: the run has ended with a model-only checkpoint, which is undamaged.
-            CheckpointError: none of the checkpoints loads, the explicit one does not, or the named weights are damaged.
-            UnreadableError: a checkpoint could not be read at any of the tries that ``storage.together`` makes,
-                or, as a CheckpointError, for a reason that does not pass.
+            RefusedError: ``check_resume`` refuses the checkpoint, or there are newer checkpoints than ``step``.
+            EndedError: the run has ended with an undamaged checkpoint of the model only.
+            CheckpointError: no checkpoint loads, or that of ``step`` does not; the named weights are damaged;
+                or a checkpoint cannot be read for a reason that does not pass.
+            UnreadableError: all tries of ``storage.together`` to read a checkpoint failed, for a reason that may pass.
         """
         try:
             loaded = self._load(step)
@@ -468,8 +468,9 @@ class DispCheckpointManager(CheckpointManager):
         return loaded
 
     def _take_back(self) -> None:
-        """Rename the newest damaged-N to step-N if it is newer than all checkpoints and
-        proves to be sound, as after a failure of the file system. A collective call.
+        """Rename the newest damaged-N back to step-N if it is newer than all checkpoints
+        and not damaged: a failure of the file system may have looked like damage. A
+        collective call.
         """
         step = on_rank_0(storage.patiently, self._newest_damaged)
         if step is None:
@@ -489,8 +490,8 @@ class DispCheckpointManager(CheckpointManager):
         )
 
     def _newest_damaged(self) -> int | None:
-        """Return the largest N of damaged-N if it is larger than that of all complete
-        checkpoints and this start may rename it, or None.
+        """Return the largest N of the folders damaged-N, or None if a complete
+        checkpoint is as new or newer, or if this start may not rename the folder.
         """
         if self.load_only or not self.hooks.owns_folder():
             return None
@@ -501,8 +502,8 @@ class DispCheckpointManager(CheckpointManager):
         return damaged if damaged > newest and not taken else None
 
     def _finish_saves(self) -> None:
-        """Finish the saves that were killed at their very end, unless another start may
-        own the folder.
+        """Finish the saves that were killed at their very end, if this start owns the
+        run folder.
         """
         if not self.load_only and self.hooks.owns_folder():
             integrity.finish_saves(Path(self.folder))
@@ -520,8 +521,8 @@ class DispCheckpointManager(CheckpointManager):
             return self._load_explicit(step, steps)
         failed: dict[int, str] = {}
         if self._load_newest(steps, failed) is not None:
-            # Only now: if none loads, it is more likely that the config is wrong than
-            # that all checkpoints are.
+            # Damaged checkpoints are moved only after another one has loaded: if none
+            # loads, the config is more likely to be wrong than all checkpoints.
             for other, why in failed.items():
                 self.hooks.event("checkpoint_damaged", other, reason=why)
                 # with load_only, another run may be training in the folder
@@ -548,7 +549,7 @@ class DispCheckpointManager(CheckpointManager):
                 f"checkpoint.initial_load_path {path!r} cannot be loaded: {reason}"
             )
         folder = self.folder
-        # a folder that does not exist: TorchTitan then takes the initial weights
+        # If the folder does not exist, TorchTitan loads the initial weights.
         self.folder = os.path.join(self.folder, ".none")
         try:
             return super().load(-1)
@@ -564,8 +565,8 @@ class DispCheckpointManager(CheckpointManager):
         )
 
     def _refuse_to_count_anew(self, steps: list[int]) -> None:
-        """Refuse to resume without the number of the step: the run would begin at step
-        1 again, and overwrite its checkpoints.
+        """Raise RefusedError if a resume would not load the step count: the run would
+        begin at step 1 again, and overwrite its checkpoints.
         """
         trained = [step for step in steps if step > 0]
         if (
@@ -576,9 +577,9 @@ class DispCheckpointManager(CheckpointManager):
             raise RefusedError(
                 "checkpoint.exclude_from_loading has 'train_state', but "
                 f"{self.folder} holds checkpoints ({', '.join(map(str, trained))}), "
-                "which training from step 1 would overwrite: leave it out, or start a "
-                "new run in another --job.dump_folder, with "
-                "--checkpoint.initial_load_path for this checkpoint"
+                "which training from step 1 would overwrite: remove it from the list, or "
+                "start a new run in another --job.dump_folder, with "
+                "--checkpoint.initial_load_path for the weights"
             )
 
     def _load_explicit(self, step: int, steps: list[int]) -> bool:
@@ -588,9 +589,9 @@ class DispCheckpointManager(CheckpointManager):
         if newer and not self.load_only:
             raise RefusedError(
                 f"checkpoint.load_step is {step}, but {self.folder} holds newer "
-                f"checkpoints ({', '.join(map(str, newer))}), which training on would "
-                "overwrite: move them away, or copy this one into another "
-                "--job.dump_folder"
+                f"checkpoints ({', '.join(map(str, newer))}), which training from step "
+                f"{step} would overwrite: move the newer ones away, or copy step-{step} "
+                "into another --job.dump_folder"
             )
         if reason := storage.together(self._try, step):
             raise CheckpointError(
@@ -600,8 +601,10 @@ class DispCheckpointManager(CheckpointManager):
         return True
 
     def _load_newest(self, steps: list[int], failed: dict[int, str]) -> int | None:
-        """Load the newest of these steps that loads, and return it, or None. Why newer
-        ones do not load is added to ``failed``. A collective call.
+        """Load the newest of these steps that can be loaded, and return its number, or
+        None. A collective call.
+
+        For each newer step, the reason why it cannot be loaded is added to ``failed``.
         """
         for step in reversed(steps):
             reason = storage.together(self._try, step)
@@ -615,10 +618,10 @@ class DispCheckpointManager(CheckpointManager):
         return None
 
     def step_back(self) -> int | None:
-        """Load weights and optimizer of the newest checkpoint before the newest one
-        that loads, and return its step, or None if there is none. A collective call.
+        """Load weights and optimizer of an earlier checkpoint than the newest one, and
+        return its step, or None if no earlier one can be loaded. A collective call.
 
-        Raises on all ranks UnreadableError, as ``load`` does.
+        Raises UnreadableError on all ranks, as ``load`` does.
         """
         if not self.enable or self.load_only:
             return None
@@ -634,9 +637,10 @@ class DispCheckpointManager(CheckpointManager):
             self.exclude_from_loading = excluded
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        """Return TorchTitan's states without the identity, which was compared before.
+        """Return the states that TorchTitan loads, without the identity.
 
-        TorchTitan's own saves lack it.
+        ``check_resume`` has compared the identity already, and checkpoints of
+        TorchTitan's own trainer have none.
         """
         return {
             name: state
@@ -660,10 +664,11 @@ class DispCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _try(self, step: int) -> str | None:
-        """Load a step on all ranks, and return why any of them could not, or None.
+        """Load a step on all ranks, and return None, or the reason why a rank could not
+        load it.
 
-        Raises on all ranks EndedError if it holds the model only, and UnreadableError
-        if the reason is one that may pass.
+        Raises on all ranks EndedError if the checkpoint holds the model only, and
+        UnreadableError if it cannot be read for a reason that may pass.
         """
         folder = self._create_checkpoint_id(step)
         if reason := self._damage(folder):
@@ -671,7 +676,7 @@ class DispCheckpointManager(CheckpointManager):
         if step > 0 and on_rank_0(_readable, integrity.is_model_only, folder):
             raise EndedError(
                 f"{folder} holds the model only (checkpoint.last_save_model_only): "
-                "the run ended there and cannot be continued. Start a new one in "
+                "the run ended there and cannot be continued. Start a new run in "
                 "another --job.dump_folder, with --checkpoint.initial_load_path for "
                 "these weights",
                 step,
@@ -697,12 +702,13 @@ class DispCheckpointManager(CheckpointManager):
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
 
-        Ranks share the files and agree on the answer. Raises CheckpointError on all
-        ranks if a file cannot be read, as ``_unreadable`` makes it.
+        Each rank checks its share of the files, and all ranks return the same. Raises
+        the error of ``_unreadable`` on all ranks if a file cannot be read.
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
-        # Of many shards, it is large, and rank 0 has parsed it
+        # .metadata is large if there are many shards. Rank 0 has parsed it safely, so
+        # the other ranks may use the fast unpickler.
         safe_dcp.accept(on_rank_0(_readable, safe_dcp.metadata_digest, folder))
         if dist.get_rank() == 0:
             integrity.warn_without_hashes(folder)
@@ -732,8 +738,8 @@ class DispCheckpointManager(CheckpointManager):
 
 
 def _refuse_ended(folder: str) -> None:
-    """Refuse a run that ended with ``checkpoint.last_save_in_hf``: it would train again
-    and overwrite that model.
+    """Raise EndedError if the run ended with ``checkpoint.last_save_in_hf``: it would
+    train again and overwrite the saved model.
     """
     for step in reversed(integrity.steps_of(Path(folder), "step")):
         path = Path(folder, f"step-{step}")
@@ -749,8 +755,8 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
-    """Return what a function returns that reads a checkpoint. Raises what
-    ``_unreadable`` makes of its OSError.
+    """Return ``read(folder, *arguments)``, which reads a checkpoint. Its OSError is
+    raised as the error of ``_unreadable``.
     """
     try:
         return read(folder, *arguments)
@@ -759,8 +765,8 @@ def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
 
 
 def _unreadable(folder: str, error: BaseException) -> CheckpointError:
-    """Return the error of a checkpoint that cannot be read, which proves no damage:
-    UnreadableError if the reason may pass.
+    """Return the error for a checkpoint that cannot be read, which does not prove that it
+    is damaged: UnreadableError if the reason may pass, else CheckpointError.
     """
     reason = storage.one_line(error)
     if storage.may_pass(error):
@@ -769,8 +775,8 @@ def _unreadable(folder: str, error: BaseException) -> CheckpointError:
 
 
 def _agreed(outcome: CheckpointError | str | None) -> str | None:
-    """Return the first rank's reason not to load a checkpoint, or None. A collective
-    call. If a rank has an error, the first of them is raised on all ranks.
+    """Return the first reason of a rank not to load a checkpoint, or None. A collective
+    call. If the outcome of a rank is an error, all ranks raise the first such error.
     """
     outcomes: list[Any] = [outcome]
     if dist.is_initialized() and dist.get_backend() != "fake":

@@ -1,7 +1,8 @@
-"""What a run shows on the console, and the file with the whole log of each rank.
+"""This module decides what a run shows on the console, and writes the whole log of each
+rank to a file.
 
-A run begins with ``title`` and ``overview``, which say what is on. ``split_log`` writes
-all messages to a file, and keeps those that a user does not need off the console.
+A run begins with ``title`` and ``overview``, which describe the run. ``split_log``
+writes all messages to a file, and hides those from the console that users do not need.
 """
 
 import logging
@@ -27,8 +28,8 @@ from titan_disp.templates import templates
 from titan_disp.text import byte_size
 
 LOG = "full.log"  # in the rank's folder, beside torchrun's stdout.log and stderr.log
-# Warnings that the console does not show: a pattern of the message, and why it means
-# nothing. Those on a CPU are in cpu.HARMLESS.
+# Warnings that the console does not show: {pattern of the message: why it is harmless}.
+# cpu.HARMLESS has the warnings on a CPU.
 HARMLESS = {
     r"Adjusting (warmup|decay) steps to \d": "schedules.schedule_warnings says it",
     r"model\.safetensors\.index\.json not found": (
@@ -41,8 +42,8 @@ HARMLESS = {
         "TorchTitan's groups that never communicate are fake ones without a time-out"
     ),
 }
-# Keys of [dispersion] that an overview names even if they have their defaults, besides
-# the options that the variant uses
+# Keys of [dispersion] that an overview shows even if they have their default values. It
+# also shows all options of the variant.
 TELLING = ("coeff", "layers", "variant", "estimator")
 SYMBOLS = {"coeff": "λ", "tau": "τ", "clamp": "κ"}
 # keys that ``_dispersion`` does not write as "key value"
@@ -66,9 +67,10 @@ class ConsoleFormatter(logging.Formatter):
 def is_for_console(record: logging.LogRecord) -> bool:
     """Return whether the console shows a record.
 
-    It shows warnings and errors that are not harmless. Of other messages, it shows those
-    of titan-disp to the root logger, which TorchTitan's own files use as well. Modules
-    write details to loggers of their own names.
+    The console shows warnings and errors that are not harmless. Of the other records, it
+    shows those that titan-disp's files write to the root logger. TorchTitan's own files
+    also write to the root logger, and modules write details to loggers of their own
+    names: these records are only in the file.
     """
     if record.levelno > logging.INFO:
         harmless = "|".join(HARMLESS | cpu.HARMLESS)
@@ -86,11 +88,11 @@ def log_file() -> Path | None:
 
 
 def split_log() -> None:
-    """Write all records to this rank's ``LOG``, and those ``is_for_console`` to the
-    console. Ranks other than 0 print warnings and errors only.
+    """Write all records to this rank's ``LOG``, and to the console only those for which
+    ``is_for_console`` is true. Ranks other than 0 print warnings and errors only.
 
-    If torchrun keeps no files, the console shows everything, in the form that TorchTitan
-    has given it. To be called once.
+    If torchrun keeps no files, the console shows everything, in TorchTitan's format.
+    Call this function once.
     """
     path = log_file()
     if path is None:
@@ -121,7 +123,8 @@ def title(job: JobConfig) -> str:
 
 
 def overview(trainer: Any) -> str:
-    """Return what this start trains, on what, and where it writes: overview.txt.j2.
+    """Return the text of overview.txt.j2: what this start trains, on which data and
+    devices, and where it writes.
 
     ``trainer`` is a ``titan_disp.train.DispTrainer`` that has loaded its checkpoint.
     """
@@ -159,8 +162,8 @@ def overview(trainer: Any) -> str:
 
 
 def _dispersion(section: Any) -> str:
-    """Return the keys of [dispersion] that say which loss this is, and those that differ
-    from their defaults; "" if it is off.
+    """Return the keys of [dispersion] that define the loss, and those that differ from
+    their defaults, as one line; "" if dispersion is off.
     """
     if not section.enabled:
         return ""

@@ -1,8 +1,8 @@
-"""A dry run computes the steps of rank 0 of many ranks in one process, and writes
-nothing (docs/training.md).
+"""A dry run simulates many ranks in one process: it computes the steps of rank 0, and
+writes nothing (docs/training.md).
 
-It is TorchTitan's ``comm.mode = "fake_backend"``: collectives return at once with this
-rank's values, so that losses mean nothing. Nothing of it may reach a run folder.
+It uses TorchTitan's ``comm.mode = "fake_backend"``: collectives return at once with
+this rank's values, so losses mean nothing and must not reach a run folder.
 """
 
 import os
@@ -28,7 +28,7 @@ def is_dry(job_config: JobConfig) -> bool:
 def simulated_ranks() -> int:
     """Return the number of ranks that a dry run simulates.
 
-    Raises ConfigError if the environment does not say it.
+    Raises ConfigError if NGPU in the environment is not such a number.
     """
     number = os.environ.get("NGPU", "")
     if not number.isdecimal() or int(number) < 1:

@@ -35,8 +35,9 @@ _RECORDED = re.compile(
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE
 )
-# Secrets within a value: what follows NAME=, a container's --env NAME= or -e NAME=, or
-# the user of a URL; and keys of Hugging Face, OpenAI, GitHub, AWS and W&B.
+# Secrets within a value: the text after NAME=, after a container's --env NAME= or
+# -e NAME=, or after the user of a URL; and keys of Hugging Face, OpenAI, GitHub, AWS
+# and W&B.
 _SECRET_PART = re.compile(
     rf"(?P<name>\w*({_SECRET.pattern})\w*=|(--env|-e)[ =]\w+=)\S+"
     r"|(?P<user>://[^/\s:@]*:)[^\s@/]+(?=@)"
@@ -66,11 +67,12 @@ def writing(run: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    """Return {name: version} of those ``PACKAGES`` that are installed."""
+    installed = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def _environment(world_size: int) -> dict[str, Any]:
@@ -105,10 +107,10 @@ class RunFolder:
     """Represent an open run folder, which is locked until ``close``."""
 
     def __init__(self, job_config: JobConfig, world_size: int) -> None:
-        """Create, lock and take it.
+        """Create the folder if there is none, and lock it.
 
-        Raises ConfigError if another job uses it, or its files cannot be written or
-        read.
+        Raises InUseError if another job uses the folder, and ConfigError if its files
+        cannot be written or read.
         """
         self.path = Path(job_config.job.dump_folder)
         self._config = json.loads(json.dumps(job_config.to_dict()))
@@ -120,13 +122,15 @@ class RunFolder:
             self.events = JsonLines(self.path / reader.EVENTS)
 
     def taken_by(self) -> str | None:
-        """Return which start has taken the folder over from this one, or None."""
+        """Return a description of the start that has taken the folder over from this
+        one, or None.
+        """
         owner = self.lock.owner()
         return described(owner) if owner and owner != self.lock.holder else None
 
     def _changes(self) -> dict[str, tuple[Any, Any]]:
-        """Return the former and the present value of each key that differs from the
-        config of the run's former starts.
+        """Return {key: (former value, present value)} of the keys whose value differs
+        from config.json, the config of the last start that trained.
         """
         file = self.path / reader.CONFIG
         if not file.exists():
@@ -137,16 +141,17 @@ class RunFolder:
         except ValueError as error:
             raise ConfigError(
                 f"{error}. It records the config that this run was started with. To "
-                "continue, move it away, after comparing your config with the one "
-                "that the run was started with"
+                "continue, check that your config is still the same, and move the file "
+                "away"
             ) from error
         return dict(sorted(changes(old, new).items()))
 
     def record_start(self) -> None:
         """Write config.json and environment.json.
 
-        Only a start that trains may: reports and the next start read them. Raises
-        InUseError if another start has taken the folder over: no row is written then.
+        Only a start that trains may do this, because reports and the next start read
+        these files. Raises InUseError, and writes nothing, if another start has taken
+        the folder over.
         """
         if other := self.taken_by():
             raise InUseError(
@@ -189,8 +194,8 @@ RUN_ID = "run_id"  # in the run folder
 
 
 def read_id(file: Path) -> str:
-    """Return the id in a file, "" if there is none. Raises ConfigError if it is no
-    regular file, and OSError.
+    """Return the id in a file, or "" if there is no such file. Raises ConfigError if the
+    path is not a regular file, and OSError.
     """
     check_regular(file)
     with contextlib.suppress(FileNotFoundError):
@@ -200,7 +205,7 @@ def read_id(file: Path) -> str:
 
 def lasting_id(file: Path, new: str = "") -> str:
     """Return the id in a file. If there is none, write ``new`` or a random one."""
-    # This is no hash of the path, because a run in an emptied folder is another run.
+    # The id is not a hash of the path, because a run in an emptied folder is a new run.
     name = read_id(file) or new or uuid.uuid4().hex
     if name != read_id(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -212,16 +217,14 @@ def lasting_id(file: Path, new: str = "") -> str:
 def continue_wandb(
     run_id: str, rank: int | None, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Make wandb continue the folder's run, or begin it.
+    """Set variables so that wandb continues the run ``run_id``, or begins it.
 
-    Values that the user has set are kept.
-
-    TorchTitan's logger reads WANDB_RUN_ID, and wandb WANDB_RESUME. ``rank`` is given if
-    every rank has a run of its own.
+    Variables that the user has set are kept. TorchTitan's logger reads WANDB_RUN_ID, and
+    wandb reads WANDB_RESUME. ``rank`` is None if only rank 0 logs a run.
     """
     environment.setdefault(
         "WANDB_RUN_ID", run_id if rank is None else f"{run_id}-rank{rank}"
     )
-    # wandb refuses both at once
+    # wandb refuses WANDB_RESUME together with one of these
     if not environment.keys() & {"WANDB_RESUME_FROM", "WANDB_FORK_FROM"}:
         environment.setdefault("WANDB_RESUME", "allow")

@@ -1,18 +1,19 @@
-"""This module skips steps that are not finite, on all ranks alike, and shares what
-single ranks know once per step.
+"""This module skips steps whose loss or gradients are not finite, on all ranks alike.
+Once per step, it also shares flags that single ranks raise.
 
 TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only:
 after clipping by an infinite norm, one rank holds NaN while the others hold zeros. The
 verdict is therefore all-reduced, in one small message that also carries flags: whether
 a rank was asked to stop, and whether its save has failed.
 
-Nothing waits for this message. On the device, the verdict goes to the fused optimizer,
-whose kernels change nothing if it is 1. The host gets a copy, and reads it in the next
-step. Before that, TorchTitan has waited for the device to sum the valid tokens; on a
-single device, where it does not, the copy arrives while the next step's kernels are
-queued. What saves, logs or ends calls ``settle`` to read the copy at once. Optimizers
-that are not fused, or whose parameters are offloaded to the CPU, cannot take the
-verdict from the device: before these, the host waits for the message in every step.
+The host does not wait for this message. The fused optimizer takes the verdict on the
+device: its kernels change nothing if the verdict is 1. The host gets a copy, and reads
+the copy in the next step. By then, the copy has arrived, because TorchTitan waits for
+the device to sum the valid tokens of all ranks. On a single device, TorchTitan does not
+wait; the copy arrives while the next step's kernels are queued. Code that saves, logs
+or ends the run calls ``settle`` to read the copy at once. Optimizers that are not
+fused, or whose parameters are offloaded to the CPU, cannot take the verdict on the
+device: before they step, the host waits for the message.
 """
 
 from collections import defaultdict
@@ -30,7 +31,7 @@ from titan_disp.errors import NonFiniteError, counted
 
 T = TypeVar("T")
 Terms = Callable[[], Tensor | None]
-# What ``bad_terms`` and the event ``skip`` call gradients that are all zero.
+# The name in ``bad_terms`` and in the event ``skip`` if all gradients are zero.
 ZERO = "zero gradients"
 ADVICE = "Try a lower learning rate or a longer warm-up, or check the data"
 # If the norm of finite gradients overflows, clipping by it leaves zeros everywhere.
@@ -42,12 +43,12 @@ ADVICE_ZERO = (
 
 
 def _end(message: str) -> None:
-    """Raise NonFiniteError: what ``at_limit`` does under TorchTitan's own trainer."""
+    """Raise NonFiniteError. Under TorchTitan's own trainer, ``at_limit`` is this."""
     raise NonFiniteError(message)
 
 
 def _reason(bad_terms: list[str]) -> str:
-    """Return what was wrong with a step, from the names of the terms."""
+    """Return why a step is skipped, for a message, from the names in ``bad_terms``."""
     reasons = []
     not_finite = [term for term in bad_terms if term != ZERO]
     if not_finite:
@@ -68,7 +69,7 @@ class GuardedOptimizers(OptimizersContainer):
         non_finite_terms: Terms,
         max_skipped_steps: int,
     ) -> None:
-        """Wrap what TorchTitan built.
+        """Wrap the optimizers that TorchTitan built.
 
         ``non_finite_terms`` returns [2] bool on the device: whether this step's local
         cross-entropy and local dispersion are not finite. It returns None if there was
@@ -81,21 +82,22 @@ class GuardedOptimizers(OptimizersContainer):
         self.model_parts = inner.model_parts
         self._parameters = [p for group in inner.param_groups for p in group["params"]]
         self._post_init(self._parameters, inner.defaults)
-        # steps, skipped, in a row; saved in checkpoints
+        # numbers of all steps, of skipped steps, and of steps skipped in a row; saved in
+        # checkpoints
         self._counts = torch.zeros(3, dtype=torch.int64)
-        # what was not finite, or zero, in the last step whose message was read
+        # the terms that were not finite, or zero, in the last settled step
         self.bad_terms: list[str] = []
-        # asked once per step, by name, for this rank's answer
+        # by name, functions that return this rank's flag, called once per step
         self.flags: dict[str, Callable[[], bool]] = {}
-        # by name, whether any rank answered True in that step
+        # by name, whether any rank's flag was True in the last settled step
         self.agreed: dict[str, bool] = defaultdict(bool)
-        # Called after a step was skipped, with whether the next one has computed its
-        # gradients already.
+        # Called after a skipped step. The argument says whether the next step has
+        # computed its gradients already.
         self.on_skip: Callable[[bool], None] = lambda late: None
-        # Called in its place, with the reason, after ``max_skipped_steps`` in a row.
+        # Called instead, with the reason, if ``max_skipped_steps`` in a row are skipped.
         self.at_limit: Callable[[str], None] = _end
         # the newest step's message, copied to the CPU, and the event of its arrival
-        # (None: it is there)
+        # (None: it has arrived)
         self._unread: tuple[Tensor, torch.Event | None] | None = None
         self._warned = False
 
@@ -106,10 +108,11 @@ class GuardedOptimizers(OptimizersContainer):
 
     @torch.no_grad()
     def _message(self) -> Tensor:
-        """Return this rank's [4 + flags] float32 on the device, each 0 or 1: whether a
-        gradient is not 0, the gradient norm is not finite, the cross-entropy is not,
-        the dispersion is not, and the answers of ``flags``. The MAX over the ranks is
-        what ``settle`` reads. This waits for nothing.
+        """Return this rank's message: [4 + number of flags] float32 on the device, each
+        0 or 1. The first is 1 if a gradient is not 0; the next three if the gradient
+        norm, the cross-entropy or the dispersion is not finite; the rest are the flags.
+
+        ``settle`` reads the maximum over the ranks. This does not wait for the device.
         """
         gradients = []
         for parameter in self._parameters:
@@ -120,12 +123,12 @@ class GuardedOptimizers(OptimizersContainer):
                 gradients.append(gradient)
         largest = torch.zeros(())
         if gradients:
-            # This is NaN if a gradient is.
+            # NaN if any gradient has a NaN
             largest = torch.stack(torch._foreach_norm(gradients)).max()
         terms = self.non_finite_terms()
         if terms is None:
             terms = torch.zeros(2, dtype=torch.bool, device=self._parameters[0].device)
-        # Pinned, because a copy from pageable memory would wait.
+        # Pinned, because a copy from pageable memory would wait for the device.
         answers = torch.tensor(
             [float(ask()) for ask in self.flags.values()],
             pin_memory=torch.accelerator.is_available(),
@@ -137,10 +140,10 @@ class GuardedOptimizers(OptimizersContainer):
         return torch.cat([of_norm, terms, answers])
 
     def settle(self, late: bool = False) -> None:
-        """Read the message of the newest step, if nothing has, and count the step.
+        """Read the message of the newest step and count the step, unless this was done.
 
-        After a skipped step, this calls ``on_skip`` or ``at_limit`` on all ranks, and
-        raises what they raise. ``late`` is passed on to ``on_skip``.
+        If the step was skipped, this calls ``on_skip(late)`` or ``at_limit`` on all
+        ranks, and raises what they raise.
         """
         if self._unread is None:
             return
@@ -181,15 +184,15 @@ class GuardedOptimizers(OptimizersContainer):
     def healthy(self) -> bool:
         """Return whether the newest step was good, so that its state may be saved.
 
-        This may be a step of an earlier start: checkpoints hold the count in a row.
-        Settles the step, and raises as ``settle`` does.
+        After a resume, the newest step may be one of an earlier start, because
+        checkpoints hold the counts. This settles the step, and raises as ``settle`` does.
         """
         self.settle()
         return self.in_a_row == 0
 
     def keeping_counts(self, load: Callable[[], T]) -> T:
-        """Return what ``load`` returns, which loads other weights. The counts go on, and
-        a row of skipped steps begins anew.
+        """Return ``load()``, which loads other weights. The counts of steps and of
+        skipped steps are kept; the count of steps skipped in a row becomes 0.
         """
         self.settle()
         steps, skipped, _ = self._counts.tolist()
@@ -200,25 +203,25 @@ class GuardedOptimizers(OptimizersContainer):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step or skip, on all ranks alike: a collective call.
 
-        Settles the step before, and raises as ``settle`` does.
+        This settles the previous step, and raises as ``settle`` does.
         """
         if not self.flags and not self._warned:
             self._warned = True
             logger.warning(
-                "this is TorchTitan's own trainer: stopping together on a signal, "
-                "budget.stop_at_tokens, falling back from damaged checkpoints and "
-                "counting only complete ones need titan_disp.train"
+                "this is TorchTitan's own trainer, which does not stop all ranks on a "
+                "signal, ignores budget.stop_at_tokens, does not fall back from damaged "
+                "checkpoints and counts unfinished ones: use titan_disp.train for these"
             )
         self.settle(late=True)
         message = self._message()
         if dist.is_initialized():
             dist.all_reduce(message, op=dist.ReduceOp.MAX)
         arrived = None if message.is_cpu else torch.Event(message.device)
-        # from a GPU, torch copies into pinned memory
+        # torch copies from a GPU into pinned memory, so this does not wait
         self._unread = message.to("cpu", non_blocking=True), arrived
         if arrived is not None:
             arrived.record()
-        # A checkpoint may have brought ``fused`` back, so it is looked up in every step.
+        # Loading a checkpoint may change ``fused``, so it is looked up in every step.
         fused = all(
             group.get("fused")
             for optimizer in self.optimizers
@@ -229,10 +232,10 @@ class GuardedOptimizers(OptimizersContainer):
             if not self.bad_terms:
                 self.inner.step(*args, **kwargs)
             return
-        # as ``settle`` computes it
+        # the same verdict that ``settle`` computes
         bad = torch.maximum(message[1:4].max(), 1 - message[0])
         for optimizer in self.optimizers:
-            optimizer.found_inf = bad  # as GradScaler tells an optimizer
+            optimizer.found_inf = bad  # as GradScaler does
         self.inner.step(*args, **kwargs)
         for optimizer in self.optimizers:
             del optimizer.found_inf

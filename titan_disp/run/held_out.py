@@ -1,5 +1,5 @@
-"""While a model trains, its condensation and cross-entropy are measured on held-out
-text.
+"""This module measures condensation and cross-entropy on held-out text while a model
+trains.
 """
 
 from dataclasses import replace
@@ -23,8 +23,8 @@ from titan_disp.run import dry
 
 
 def build_monitor(trainer: Trainer) -> Monitor | None:
-    """Return what measures the trainer's model, or None if condensation.interval is 0,
-    in a dry run, and if there is no held-out text, of which it warns.
+    """Return the monitor of the trainer's model. Return None if condensation.interval is
+    0, in a dry run, and, with a warning, if there is no held-out text.
 
     A collective call. Raises ConfigError if the text is too short.
     """
@@ -73,8 +73,8 @@ def measure(trainer: Trainer, monitor: Monitor) -> Measurement:
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # as backward would; a save would not find the optimizer's parameters of a
-            # gathered head
+            # as a backward pass would: if the head stayed gathered, a save would not
+            # find the parameters of the optimizer
             module.reshard()
     return measurement
 
@@ -82,7 +82,9 @@ def measure(trainer: Trainer, monitor: Monitor) -> Measurement:
 def _forward(
     trainer: Trainer, tokens: Tensor, labels: Tensor, segments: Tensor | None = None
 ) -> Forward:
-    """Return what the model computes of token ids, each argument being [B, N]."""
+    """Return the model's activations and cross-entropies for a batch. ``tokens``,
+    ``labels`` and ``segments`` are [B, N].
+    """
     batch = {"input": tokens}
     if segments is not None:
         batch["segments"] = segments

@@ -11,15 +11,16 @@ import numpy as np
 
 BEGIN = ("start", "resume")
 END = ("complete", "stop", "save_failed", "refused")
-SHORT = 600  # seconds of a start, which are mostly start-up
-# a start writes these before its resume event
+SHORT = 600  # seconds; most of a shorter start is start-up
+# events that a start writes before its event ``resume``
 WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 
 
 def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the step at which a run went back to earlier weights, or None.
 
-    It counts once the run has saved: what was killed before has not gone back.
+    A step back counts only if the run has saved a checkpoint since then: a start that
+    was killed before that has not gone back.
     """
     step = None
     for event in events:
@@ -28,13 +29,13 @@ def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
         elif step is not None and event["event"] in ("checkpoint", "resume"):
             if event["step"] >= step:
                 return step
-            step = None  # killed before it has saved
+            step = None  # the start was killed before it saved
     return None
 
 
 def trained_nothing(event: Mapping[str, Any]) -> bool:
-    """Return whether a start was refused or stopped before its first step, which says
-    nothing of the run's state.
+    """Return whether an event ended a start before its first step, refused or stopped.
+    Such an event says nothing about the state of the run.
     """
     return event["event"] in ("refused", "stop") and "allocated" in event
 
@@ -49,14 +50,13 @@ class Attempt:
     began: float  # time of its start or resume event
     job: str  # SLURM's JOB.RESTARTS; empty without SLURM
     first_step: int  # number of steps done at its beginning
-    # of its records in order, including its beginning
+    # times of its rows and events, in order, including its first event
     times: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # of the same records
+    steps: list[int] = field(default_factory=list)  # of the same rows and events
     end: Mapping[str, Any] | None = None  # its event of ``END``
-    # Beginning of its allocation, from its first record; otherwise the same as
-    # ``began``
+    # when its allocation began, if its first event says so; otherwise ``began``
     allocated: float = 0.0
-    # (step, seconds by kind) of records
+    # (step, seconds by activity) of the rows and events with a field "spent"
     spent: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     @property
@@ -81,17 +81,16 @@ class Attempt:
 def attempts(
     written: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
 ) -> list[Attempt]:
-    """Return the starts in order of time, from ``read_rows`` and ``read_events``.
-
-    Without events, there is one.
+    """Return the starts in order of time, from the results of ``read_rows`` and
+    ``read_events``. Without events, all rows belong to one start.
     """
     signs = [e for e in events if e["event"] not in WHILE_LOADING]
     records = sorted([*written, *signs], key=lambda record: record["time"])
     starts: list[Attempt] = []
     for record in records:
         name = record.get("event")
-        # A start that trains nothing has no event for its beginning; its end has the
-        # beginning of its allocation.
+        # A start that trains nothing has no event of ``BEGIN``; its last event has the
+        # field "allocated" instead.
         if name in BEGIN or "allocated" in record or not starts:
             current = Attempt(record["time"], record.get("job", ""), record["step"])
             current.allocated = record.get("allocated", record["time"])
@@ -150,9 +149,8 @@ class Goodput:
         return replace(self, waiting=0.0)
 
     def lost(self) -> dict[str, float]:
-        """Return the other seconds by kind, the longest first.
-
-        Kinds below half a second are left out.
+        """Return {name of a field: seconds} of all fields but ``kept``, the longest
+        first. Fields below half a second are left out.
         """
         longest = sorted(vars(self).items(), key=lambda part: -part[1])
         return {
@@ -186,11 +184,12 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
     goodput = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
-        # If the allocation also had an earlier start, it began before that start's end.
+        # If the allocation also had the previous start, it began before that start's
+        # end.
         start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
         **{
-            kind: last.get(kind, 0.0)
-            for kind in ("checkpoints", "condensation", "validation")
+            activity: last.get(activity, 0.0)
+            for activity in ("checkpoints", "condensation", "validation")
         },
         waiting=waiting,
     )

@@ -1,9 +1,9 @@
 """A checkpoint has an identity: the model's architecture, every key that fixes the
 model, and the dispersion loss.
 
-A resume with another identity is refused; for the loss, checkpoint.allow_other_loss may
-say otherwise. The tensors alone would not tell: a model with fewer blocks, or with as
-many parameters in other heads, loads without an error.
+A resume with another identity is refused; checkpoint.allow_other_loss permits another
+loss. A comparison of tensor shapes is not enough: a model with fewer blocks, or with
+another number of heads of the same total size, loads without an error.
 """
 
 import json
@@ -31,15 +31,16 @@ from titan_disp.run.integrity import has_hashes
 from titan_disp.run.storage import may_pass, one_line
 from titan_disp.tables import changes
 
-STEP = "tokens of a step"  # compared if [budget] counts tokens, as steps of one size
-RUN = "id of the run"  # of RUN/run_id. Checkpoints of earlier versions have none.
-NAME = "identity"  # its name among the states of a checkpoint
+# compared only if [budget] is used: it counts tokens as steps of the same size
+STEP = "tokens of a step"
+RUN = "id of the run"  # from RUN/run_id. Checkpoints of earlier versions have none.
+NAME = "identity"  # the name of the identity among the states of a checkpoint
 
 
 def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
-    """Return the names and values that a run must keep, for JSON.
+    """Return {name: value} of what every resume of a run must keep, ready for JSON.
 
-    The flavor and the overrides show in ``args``.
+    ``args`` contains the effects of the flavor and of the overrides.
     """
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
     return (
@@ -50,22 +51,23 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
 
 
 def of_loss(section: Dispersion) -> dict[str, Any]:
-    """Return the keys that decide the loss: one if it is off."""
+    """Return the keys of [dispersion], or only ``enabled`` if dispersion is off."""
     keys = vars(section) if section.enabled else {"enabled": False}
     return {f"dispersion.{key}": value for key, value in keys.items()}
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
-    """Return the state of a checkpoint that ``read_identity`` reads before anything is
-    loaded. It is never loaded itself.
+    """Return an identity as a state that checkpoints save. ``read_identity`` reads it
+    before a load, and the load itself leaves it out.
     """
     return {"json": json.dumps(content)}
 
 
 def read_identity(checkpoint: str) -> dict[str, Any]:
-    """Read a checkpoint's identity, or {} of one that TorchTitan's own trainer saved.
+    """Return a checkpoint's identity, or {} if TorchTitan's own trainer saved it.
 
-    Raises CheckpointError, and UnreadableError if the reason is one that may pass.
+    If it cannot be read, raises UnreadableError if the reason may pass, else
+    CheckpointError.
     """
     try:
         if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:
@@ -84,7 +86,7 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
 
 
 def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return a sentence about each key that both identities have with other values."""
+    """Return a sentence for each key of both identities whose values differ."""
     shared = saved.keys() & current.keys()
     return [
         f"{key} is {former!r} in the checkpoint and {current!r} in the config"
@@ -94,12 +96,13 @@ def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str
 
 
 def check_resume(trainer: Any, step: int) -> None:
-    """Compare model, loss and data of the checkpoint of a step with those of a
-    ``titan_disp.train.DispTrainer``, before DCP meets tensors of another size.
+    """Compare model, loss and data of the checkpoint of ``step`` with those of
+    ``trainer``, a ``titan_disp.train.DispTrainer``, before DCP loads any tensor. A
+    collective call.
 
-    Every rank raises RefusedError if one differs, unless stream.on_mismatch is
-    "restart" and only the data does: then the data streams begin a new epoch.
-    CheckpointError means that the checkpoint cannot be read. A collective call.
+    Raises on all ranks RefusedError if one of the three differs, and CheckpointError if
+    the checkpoint cannot be read. If only the data differs and stream.on_mismatch is
+    "restart", the data streams begin a new epoch instead.
     """
     job = trainer.job_config
     folder = trainer.checkpointer._create_checkpoint_id(step)
@@ -128,7 +131,9 @@ def check_resume(trainer: Any, step: int) -> None:
 
 
 def check_run(saved: str, current: str, folder: str, checkpoint: Checkpoint) -> None:
-    """Raise RefusedError if a checkpoint is another run's, unless that is allowed."""
+    """Raise RefusedError if a checkpoint belongs to another run, unless
+    checkpoint.allow_unverified is true.
+    """
     if saved != current and not checkpoint.allow_unverified:
         raise RefusedError(
             f"{folder} was saved by another run, whose run_id is {saved} and not "
@@ -140,7 +145,9 @@ def check_run(saved: str, current: str, folder: str, checkpoint: Checkpoint) -> 
 
 
 def check_hashes(folder: str) -> None:
-    """Raise RefusedError if a checkpoint has lost its hashes, as its identity shows."""
+    """Raise RefusedError if a checkpoint has no hashes although titan-disp saved it. Only
+    titan-disp writes the run's id into the identity.
+    """
     if not has_hashes(folder) and RUN in read_identity(folder):
         raise RefusedError(
             f"{folder} has no hashes.json, although titan-disp has saved it: nothing "
@@ -152,12 +159,10 @@ def check_hashes(folder: str) -> None:
 def check_identity(
     saved: dict[str, Any], current: dict[str, Any], other_loss: bool = False
 ) -> None:
-    """Raise RefusedError if a run's identity is not that of its checkpoint.
+    """Raise RefusedError if the identity of a run differs from that of its checkpoint.
 
-    With ``other_loss``, its loss may differ.
-
-    A checkpoint that lacks a key is of a version that did not know it, and trained as
-    its default does.
+    With ``other_loss``, the loss may differ. If the checkpoint lacks a key, an earlier
+    version without this key saved it, and trained as the key's default does.
     """
     if saved:
         defaults = {key: f.default for key, f in all_keys().items()}

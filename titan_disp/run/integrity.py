@@ -33,7 +33,7 @@ from titan_disp.models.hf import INDEX
 from titan_disp.safe_dcp import METADATA, parse_metadata, read_metadata
 
 HASHES = "hashes.json"
-_UNNAMED = f"{METADATA}.tmp"  # DCP writes it, and renames it at the end
+_UNNAMED = f"{METADATA}.tmp"  # DCP writes this file, and renames it to .metadata
 # exists in a checkpoint's folder from the beginning of its save to the end
 SAVING = ".saving"
 ALGORITHM = "xxh3_128"
@@ -41,7 +41,7 @@ _PREFIX = "titan_disp.hash/"  # marks the hashes among the results of the writes
 _PIECE = 2**18  # bytes hashed and written at a time
 _CHUNK = 2**24  # bytes read at a time
 _DIFFERS = "{} differs from its hash: its content is not what was saved"
-# names
+# names of the files that an unfinished save may have left
 _OF_A_SAVE = rf"__\d+_\d+\.distcp|\.metadata\.tmp|\.{re.escape(HASHES)}\.partial|{re.escape(SAVING)}"
 
 
@@ -102,14 +102,14 @@ class _HashingFileSystem(FileSystem):
         super().rename(path, new_path)
 
 
-# not FileSystemWriter, which ``async_save`` would take for the stager too
+# not a FileSystemWriter, which ``async_save`` would also use as the stager
 class HashingWriter(_FileSystemWriter):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Mark the folder, which is still empty.
+        """Mark the folder as one of a save under way.
 
         DCP calls this on the coordinator only, before any rank writes.
         """
@@ -142,9 +142,9 @@ class HashingWriter(_FileSystemWriter):
 
 
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Read the hashes by file name, or None if there are none.
+    """Return {file name: hash} from hashes.json, or None if there is no such file.
 
-    Raises OSError or ValueError.
+    Raises ValueError if the file has another content, and OSError.
     """
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
@@ -174,11 +174,10 @@ def hash_file(path: Path, read: Callable[[int], object] | None = None) -> str:
 def problem(folder: str | Path) -> str | None:
     """Return what is wrong with a DCP checkpoint, or None.
 
-    No weights are read, but the lengths of all files are compared.
-
-    A hashes.json must have the hash of ``.metadata`` and of every needed file, and name
-    only existing files. Raises OSError if a file that exists cannot be read, which
-    proves no damage.
+    No weights are read, but the lengths of all files are compared. If there is a
+    hashes.json, it must have the hash of ``.metadata`` and of every needed file, and
+    name only existing files. Raises OSError if a file that exists cannot be read, which
+    does not prove damage.
     """
     folder = Path(folder)
     try:
@@ -189,13 +188,13 @@ def problem(folder: str | Path) -> str | None:
         hashes = read_hashes(folder)
     except ValueError as error:
         return f"{HASHES} cannot be read: {error}"
-    # This is compared before any of it is unpickled.
+    # The hash is compared before anything is unpickled.
     if (
         hashes is not None
         and hashes.get(METADATA) != xxhash.xxh3_128(content).hexdigest()
     ):
         return _DIFFERS.format(METADATA)
-    lengths: dict[str, int] = defaultdict(int)  # at least, in bytes
+    lengths: dict[str, int] = defaultdict(int)  # smallest size of each file in bytes
     try:
         for info in (parse_metadata(content).storage_data or {}).values():
             lengths[info.relative_path] = max(
@@ -228,10 +227,11 @@ def damage(
     world_size: int = 1,
     read: Callable[[int], object] | None = None,
 ) -> str | None:
-    """Return which of this rank's share of the files differs from its hash, or None.
+    """Return a message about the first file in this rank's share that differs from its
+    hash, or None.
 
-    ``read`` gets the bytes of each read. Raises OSError if a file that exists cannot be
-    read, which proves no damage.
+    ``read`` is called with the number of bytes after each read. Raises OSError if a file
+    that exists cannot be read, which does not prove damage.
     """
     folder = Path(folder)
     try:
@@ -274,8 +274,8 @@ def is_model_only(folder: str | Path) -> bool:
 
 
 def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
-    """List the steps of the complete checkpoints, ascending; ``hugging_face``: also
-    those that no run can resume from. Raises OSError.
+    """Return the steps of the complete checkpoints, ascending. With ``hugging_face``,
+    include those in Hugging Face's format, from which no run can resume. Raises OSError.
     """
     folder = Path(folder)
     return [
@@ -286,7 +286,7 @@ def checkpoints(folder: str | Path, hugging_face: bool = False) -> list[int]:
 
 
 def steps_of(folder: Path, prefix: str) -> list[int]:
-    """List the numbers N of the folders PREFIX-N, ascending. Raises OSError."""
+    """Return the numbers N of the folders PREFIX-N, ascending. Raises OSError."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -297,15 +297,15 @@ def steps_of(folder: Path, prefix: str) -> list[int]:
 
 def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
     """Return whether a checkpoint was saved completely, in DCP's format or, if
-    ``hugging_face``, in Hugging Face's. Raises OSError if that cannot be seen.
+    ``hugging_face``, in Hugging Face's. Raises OSError if the file system fails.
     """
     files = (METADATA, INDEX) if hugging_face else (METADATA,)
     return any(is_file(Path(folder) / name) for name in files)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file. Raises OSError, where from Python 3.14 on,
-    ``Path.is_file`` would say that there is none.
+    """Return whether a path is a regular file. Raises OSError if the file system fails;
+    from Python 3.14 on, ``Path.is_file`` would return False instead.
     """
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
@@ -314,8 +314,9 @@ def is_file(path: Path) -> bool:
 
 
 def rename_step(path: Path, prefix: str) -> Path:
-    """Rename step-N to PREFIX-N, which is no checkpoint; PREFIX is purging before a
-    deletion, which may take minutes.
+    """Rename step-N to PREFIX-N, so that it no longer counts as a checkpoint, and return
+    the new path. PREFIX is "damaged", or "purging" before a deletion, which may take
+    minutes.
     """
     to = path.with_name(path.name.replace("step-", f"{prefix}-"))
     while to.exists():
@@ -324,8 +325,8 @@ def rename_step(path: Path, prefix: str) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Delete ``purging-N``, and every ``step-N`` that ``is_unfinished``, in the
-    background, and log it.
+    """Delete each ``purging-N`` and each ``step-N`` that ``is_unfinished``, in a thread,
+    and log their names.
 
     Only the process that owns the run folder may call this, and only while it is not
     saving.
@@ -341,8 +342,8 @@ def clean_up(folder: Path) -> None:
             continue
         if not is_unfinished(path):
             logger.warning(
-                f"{path} has no .metadata, so that no run resumes from it. It may be "
-                "more than an unfinished save: delete it if you do not need it"
+                f"{path} has no .metadata, so no run resumes from it. It may hold more "
+                "than an unfinished save: delete it if you do not need it"
             )
             continue
         with suppress(OSError):  # a folder that cannot be renamed does no harm
@@ -357,8 +358,9 @@ def clean_up(folder: Path) -> None:
 
 
 def can_be_finished(path: Path) -> bool:
-    """Return whether a save of step-N was killed between its last two actions:
-    hashes.json, and naming ``.metadata``. Raises OSError if that cannot be seen.
+    """Return whether the save of a folder step-N was killed between its last two actions:
+    to write hashes.json, and to rename ``.metadata.tmp`` to ``.metadata``. Raises
+    OSError if the file system fails.
     """
     with suppress(FileNotFoundError, IsADirectoryError, ValueError):
         hashes = read_hashes(path) or {}
@@ -370,23 +372,24 @@ def can_be_finished(path: Path) -> bool:
 def finish_saves(folder: Path) -> None:
     """Finish the saves that ``can_be_finished``.
 
-    As every checkpoint, they are verified before they are loaded.
+    Like all checkpoints, they are verified before they are loaded.
     """
     paths = [folder / f"step-{step}" for step in steps_of(folder, "step")]
     for path in filter(can_be_finished, paths):
         (path / _UNNAMED).rename(path / METADATA)
         (path / SAVING).unlink(missing_ok=True)
         logger.info(
-            f"{path} was saved but for the name of {METADATA}, which it has now"
+            f"{path} was complete except that {METADATA} did not have its final name "
+            "yet: it was renamed"
         )
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty, or holds nothing but a save of
-    titan-disp that began and did not end.
+    """Return whether a folder step-N is empty, or holds only files of a save of
+    titan-disp that did not end.
 
-    Any other one without ``.metadata`` may be a checkpoint whose ``.metadata`` was
-    moved away, or a save of TorchTitan's own trainer: only its owner can tell.
+    Any other folder without ``.metadata`` may be a checkpoint whose ``.metadata`` was
+    moved away, or a save of TorchTitan's own trainer: only the user can tell.
     """
     names = set(os.listdir(path))
     if _UNNAMED in names and not can_be_finished(path):

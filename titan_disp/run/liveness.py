@@ -1,5 +1,5 @@
-"""While a run trains, it says what it does, which rank is slow and how time is spent,
-and hears requests to stop.
+"""While a run trains, this module reports what the run does, which rank is slow and how
+time is spent, and listens for requests to stop.
 """
 
 import faulthandler
@@ -29,19 +29,21 @@ from titan_disp.run.lock import job_id, process_fields
 from titan_disp.run.reader import HEARTBEAT, STOP
 from titan_disp.run.storage import may_pass, patiently
 
-KINDS = ("start_up", "steps", "checkpoints", "condensation", "validation")  # of time
+# what the time of a run is spent on
+ACTIVITIES = ("start_up", "steps", "checkpoints", "condensation", "validation")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-NOTICED = 1.2  # a rank is slow if its own time is longer than this times the median
-# seconds between two writes of the same kind: steps may be shorter, and the file system
-# may be shared
+NOTICED = 1.2  # a rank is slow if its own time is more than this times the median
+# Seconds between two writes of the same file. Steps may be shorter, and the file system
+# may be shared.
 PAUSE = 1.0
 
 
 class Aside:
-    """Do small things with files in a thread, so that a slow file system can neither
-    delay a step nor end it.
+    """Call short functions that use files. They run in a thread, so that a slow file
+    system can neither delay a step nor end it.
 
-    Each of ``errands`` is called after a ``wake``, and at least once per ``PAUSE``.
+    Each of ``errands`` is called after a ``wake``, and at least once per ``PAUSE``
+    seconds.
     """
 
     def __init__(self, *errands: Callable[[], object]) -> None:
@@ -51,9 +53,8 @@ class Aside:
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Let the thread begin now.
-
-        If there is none, or it has died of an error, start one.
+        """Make the thread call the errands now. If there is no thread, or an error has
+        ended it, start one.
         """
         self._woken.set()
         if self._thread is not None and self._thread.is_alive():
@@ -61,12 +62,12 @@ class Aside:
         if self._thread is not None:
             logger.warning(
                 "the thread that writes heartbeat.json and looks for the file stop "
-                "has died: it starts again"
+                "has died: a new thread starts"
             )
         self._thread = threading.Thread(
             target=self._run, name="titan-disp aside", daemon=True
         )
-        # the machine has no thread left: the supervisor will notice the silence
+        # If the machine can start no more threads, the supervisor notices the silence.
         with suppress(RuntimeError):
             self._thread.start()
 
@@ -78,7 +79,9 @@ class Aside:
                 errand()
 
     def close(self) -> None:
-        """End the thread, but do not wait for long: its file system may hang."""
+        """End the thread, but do not wait long for it, because its file system may
+        hang.
+        """
         self._closing = True
         if self._thread is not None and self._thread.is_alive():
             self._woken.set()
@@ -86,13 +89,14 @@ class Aside:
 
 
 class Heartbeat:
-    """Say what the run is doing and how long that may take, and arm the faulthandler.
+    """Report what the run is doing and how long this may take, and arm the faulthandler.
 
-    ``begin`` is called where the run makes progress, and ``write`` in a thread. It
-    writes what was begun, and nothing if nothing was: the run is silent if it hangs,
-    and also if the thread does.
+    The run calls ``begin`` where it makes progress. A thread calls ``write``, which
+    writes only what ``begin`` has announced since the last write. The run is therefore
+    silent if it hangs, and also if the thread hangs.
 
-    A stall in which no rank waits for another, as of a file system, has no time-out.
+    A stall in which no rank waits for another, as when a file system hangs, has no
+    time-out.
     slurm/supervise.py therefore ends a run that is silent for longer than
     RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
     of every rank's threads into the rank's log, to show which rank hangs.
@@ -108,7 +112,7 @@ class Heartbeat:
         self._doing = ""
         self._said = -PAUSE
         self._began = time.monotonic()
-        self.waits_for = ""  # which rank is waited for (``Peers``)
+        self.waits_for = ""  # which rank the others wait for, set by ``Peers``
         self._note: dict[str, Any] = {}
         self._noted = self._began
         self._content: dict[str, Any] = {}
@@ -125,8 +129,8 @@ class Heartbeat:
             if stepped
             else self.comm.init_timeout_seconds
         )
-        # Twice, because the time-out of another rank may have to pass before this
-        # rank's begins.
+        # Twice, because another rank may run into its time-out before the time of this
+        # rank begins.
         return 2 * max(timeout, self.slowest) + self.guard.silence_seconds
 
     def step(self, step: int) -> None:
@@ -140,14 +144,14 @@ class Heartbeat:
         """Announce something that may take long: start, step, save, validation or
         condensation.
         """
-        self._began = now = time.monotonic()
+        self._began = time.monotonic()
         self.go_on(doing, step)
-        if doing == self._doing and now - self._said < PAUSE:
+        if doing == self._doing and self._began - self._said < PAUSE:
             return
         self._doing = doing
-        self._said = now
+        self._said = self._began
         allowed = min(self.allowed(doing), 1e8)  # faulthandler takes no infinite time
-        # Stderr, which is this rank's log
+        # file 2 is stderr, which is this rank's log
         faulthandler.dump_traceback_later(allowed, file=2)
         self._content = {
             "start": job_id(),
@@ -194,20 +198,21 @@ class Heartbeat:
                 self.file.unlink(missing_ok=True)
 
 
-def straggler(own: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
-    """Find the slowest rank, with its host, from all ranks' own seconds per step.
+def straggler(seconds: Sequence[float], hosts: Sequence[str]) -> dict[str, Any] | None:
+    """Return the slowest rank, its host, its seconds and the median of all ranks. Return
+    None if no rank takes more than ``NOTICED`` times the median.
 
-    None is slow up to ``NOTICED``.
+    ``seconds``: the own time of each rank, per step.
     """
-    # the faster of two ranks in the middle, so that one of two ranks can be found slow
-    median = median_low(own)
-    slowest = max(range(len(own)), key=own.__getitem__)
-    if own[slowest] <= NOTICED * median:
+    # the smaller of two middle values, so that of two ranks, one can be slow
+    median = median_low(seconds)
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    if seconds[slowest] <= NOTICED * median:
         return None
     return {
         "rank": slowest,
         "host": hosts[slowest],
-        "seconds": own[slowest],
+        "seconds": seconds[slowest],
         "median": median,
     }
 
@@ -217,8 +222,8 @@ class Stragglers:
 
     In every step, ranks first meet where TorchTitan sums the valid tokens of all ranks
     and reads the sum on the host. From the arrival of its last microbatch to its first
-    forward, a rank waits for the slowest one. The rest of a step's wall time is the
-    rank's *own* time. Measuring it waits for no GPU.
+    forward, a rank waits for the slowest rank. The rest of a step's wall time is the
+    rank's *own* time. The measurement does not wait for the GPU.
 
     This finds slow hosts, but no slow GPU (docs/resilience.md), and no difference
     between ranks of one tensor- or context-parallel group.
@@ -253,23 +258,23 @@ class Stragglers:
         """Return the rank's own seconds per step since the last call; 0 at the first
         call.
         """
-        now = time.perf_counter()
-        own = (
-            (now - self._since - self._waited) / max(1, self._steps)
-            if self._since is not None
-            else 0.0
-        )
-        self._since = now
+        end = time.perf_counter()
+        seconds = 0.0
+        if self._since is not None:
+            seconds = (end - self._since - self._waited) / max(1, self._steps)
+        self._since = end
         self._waited = 0.0
         self._steps = 0
-        return own
+        return seconds
 
     def find(self) -> dict[str, Any] | None:
-        """Call ``straggler`` with what all ranks say. This is a collective call."""
+        """Return the ``straggler`` of all ranks since the last call, or None. A
+        collective call.
+        """
         if not self._hosts:
             self._hosts = objects_of_ranks(socket.gethostname())
-        own = torch.tensor([self.own_seconds()], device=utils.device_type)
-        seconds = of_ranks(own).flatten()
+        seconds = torch.tensor([self.own_seconds()], device=utils.device_type)
+        seconds = of_ranks(seconds).flatten()
         return straggler(seconds.tolist(), self._hosts)
 
 
@@ -298,18 +303,18 @@ def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
 
 
 class Clock:
-    """Count the seconds since the allocation began, by kind, for ``spent`` in
+    """Count the seconds since the allocation began, by activity, for ``spent`` in
     metrics.jsonl and events.jsonl.
 
     The first step, most of which is compilation, counts as start-up, and so does the
-    time before it that has no kind of its own. After the first step, such time belongs
-    to no kind. Setting the machine's clock has no effect.
+    time before it outside of ``during``. After the first step, such time is not
+    counted. Setting the machine's clock has no effect.
     """
 
     def __init__(self, began: float) -> None:
         self.began = began
         self._offset = time.time() - time.monotonic()
-        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._running: tuple[str, float] | None = None
         self._stepped = False
         self._step_seconds = 0.0
@@ -318,30 +323,30 @@ class Clock:
         return self._offset + time.monotonic()
 
     @contextmanager
-    def during(self, kind: str) -> Iterator[None]:
-        """Count the time in this context as ``kind``. Contexts cannot be nested."""
-        self._running = (kind, self._now())
+    def during(self, activity: str) -> Iterator[None]:
+        """Count the time in this context as ``activity``. Contexts cannot be nested."""
+        self._running = (activity, self._now())
         try:
             yield
         finally:
             self._seconds = self.spent()
             self._step_seconds = self.step_seconds()
             self._running = None
-            self._stepped = self._stepped or kind == "steps"
+            self._stepped = self._stepped or activity == "steps"
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds of each kind up to now, including the context that is
+        """Return {activity: seconds} up to now, including the context that is
         running.
         """
         seconds = dict(self._seconds)
-        now = self._now()
-        kind, since = self._running or ("", now)
-        if kind and (self._stepped or kind != "steps"):
-            seconds[kind] += now - since
-        # Everything up to now that has no kind of its own
-        if not self._stepped and kind in ("", "steps"):
+        end = self._now()
+        activity, since = self._running or ("", end)
+        if activity and (self._stepped or activity != "steps"):
+            seconds[activity] += end - since
+        # all time up to now that no other activity has
+        if not self._stepped and activity in ("", "steps"):
             seconds["start_up"] = (
-                now - self.began - sum(s for k, s in seconds.items() if k != "start_up")
+                end - self.began - sum(s for k, s in seconds.items() if k != "start_up")
             )
         return seconds
 
@@ -349,19 +354,20 @@ class Clock:
         """Return the seconds of all steps up to now, including the first step, and the
         step that is running.
         """
-        kind, since = self._running or ("", 0.0)
-        if kind != "steps":
+        activity, since = self._running or ("", 0.0)
+        if activity != "steps":
             return self._step_seconds
         return self._step_seconds + self._now() - since
 
     def rounded(self) -> dict[str, float]:
         """Return ``spent`` rounded to milliseconds, for a line of JSON."""
-        return {kind: round(seconds, 3) for kind, seconds in self.spent().items()}
+        spent = self.spent()
+        return {activity: round(seconds, 3) for activity, seconds in spent.items()}
 
 
 class Start:
-    """What a start of a run tells others: events, heartbeats, and how its time is
-    spent. Rank 0 alone has the run folder.
+    """What a start of a run reports: events, heartbeats, and how its time is spent. Only
+    rank 0 has the run folder.
     """
 
     run_folder: RunFolder | None = None
@@ -375,7 +381,9 @@ class Start:
             self.run_folder.event(name, step, **details)
 
     def taken_by(self) -> str | None:
-        """Return which other start has taken the run folder from this one, or None."""
+        """Return a description of the start that has taken the run folder from this
+        one, or None.
+        """
         if self.run_folder is None:
             return None
         other = self.run_folder.taken_by()
@@ -388,7 +396,7 @@ class Start:
         return self.run_folder is not None and self.run_folder.owned
 
     def announce(self, doing: str, step: int) -> None:
-        """Say in heartbeat.json what begins."""
+        """Report in heartbeat.json what begins now."""
         self.heartbeat.begin(doing, step)
         if self.run_folder is not None:
             self.aside.wake()
@@ -402,8 +410,7 @@ class Start:
 
 
 class StopRequest:
-    """Hold this rank's view of the request to stop, which is a signal or a file in the
-    run folder.
+    """A request to stop, as this rank sees it: a signal, or a file in the run folder.
 
     SLURM signals a job some minutes before its end. The batch script cannot pass the
     signal on through torchrun (USR1 kills torchrun's agent), so it writes the name of
@@ -413,7 +420,7 @@ class StopRequest:
     def __init__(self, run: Path | None) -> None:
         """Listen for signals, and remove a stop file that an earlier job left.
 
-        Only rank 0 has a ``run`` to look in.
+        ``run`` is the run folder on rank 0, and None on other ranks.
         """
         self.file = run / STOP if run is not None else None
         self.reason: str | None = None  # why this rank was asked to stop
@@ -432,8 +439,8 @@ class StopRequest:
         self._signalled = True
 
     def _is_there(self) -> bool:
-        # An error of the file system counts as no file. ``Path.exists`` would raise
-        # most of these errors.
+        # If the file system fails, this returns False. ``Path.exists`` would raise most
+        # errors.
         return self.file is not None and os.path.exists(self.file)
 
     def _of_a_job(self) -> str | None:
@@ -456,23 +463,23 @@ class StopRequest:
 
     def __call__(self) -> bool:
         """Look for the file, and return whether this rank was asked to stop."""
-        # The next call looks again after an error.
+        # After an error, the next call looks again.
         with suppress(OSError):
             if self.reason is None and self._is_there():
-                # before the reason, which another thread waits for
+                # set before the reason, for which another thread waits
                 self._signalled = self._of_a_job() is not None
                 self.reason = f"the file {self.file}"
         return self.asked()
 
     def asked(self) -> bool:
-        """Return whether this rank was asked to stop, by a signal or by a file that a
-        call has found.
+        """Return whether this rank was asked to stop, without looking for the file: by a
+        signal, or by a file that an earlier ``__call__`` has seen.
         """
         return self.reason is not None
 
     def signalled(self) -> bool:
-        """Return whether a signal was the request, which a job's stop file passes on:
-        then the job may continue the run.
+        """Return whether the request was a signal, to this process or passed on by a
+        job's stop file. If so, the job may continue the run.
         """
         return self._signalled
 

@@ -1,13 +1,13 @@
-"""The lock of a run's folder: a file that only one start can create, and deletes at its
-end. docs/run_folder.md has its fields.
+"""The lock of a run's folder is a file that only one start can create. The start deletes
+it at its end. docs/run_folder.md lists the fields of the file.
 
-No lock of the operating system is used: some network file systems have none, others
-hold it within one node only, and a forked process would hold it on.
+The operating system's file locks are not used: some network file systems have none,
+others apply them within one node only, and a forked process would keep holding one.
 
-A killed start leaves its lock. Another start takes it over
+A killed start leaves its lock behind. Another start takes the lock over
 
-- if the process is dead, as far as its machine is this one;
-- else if it was an earlier start of the same SLURM job, which SLURM has ended;
+- if the process that held it is dead, where both run on the same machine;
+- else if its holder was an earlier start of the same SLURM job, which SLURM has ended;
 - else if nobody renews the lock while it is watched.
 """
 
@@ -30,28 +30,30 @@ from titan_disp.run.reader import HEARTBEAT, LOCK
 from titan_disp.run.storage import patiently
 
 RENEWAL = 10.0  # seconds between two renewals of a lock (slurm/supervise.py knows it)
-# Seconds in which a start that lives renews its lock, also if its file system fails for
-# ``storage.PATIENCE``.
+# A living start renews its lock within this many seconds, even if its file system fails
+# for ``storage.PATIENCE``.
 LIFE = 75.0
-LEFT = 600.0  # seconds after which a lock that was not renewed is not watched; ours
+# A lock that was last renewed more than this many seconds ago is taken over at once; our
+# choice.
+LEFT = 600.0
 PAUSE = 0.5  # seconds between two looks
 
 
 def job_id() -> str:
-    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID, or
-    JOB.RESTARTS, or "" without SLURM.
+    """Return the name of this start in the supervisor's files, JOB.RESTARTS.ID. Return
+    JOB.RESTARTS in a SLURM job without a supervisor, and "" without SLURM.
     """
     job = os.environ.get("SLURM_JOB_ID")
     start = os.environ.get("TITAN_DISP_START", "")
-    # a job that was submitted within this one inherits the variable
+    # a job that was submitted from within another job inherits that job's variable
     if job and start.startswith(f"{job}."):
         return start
     return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
 
 
 def machine() -> str:
-    """Return a name that two processes share if they see each other's process ids: the
-    machine's boot and the namespace of the ids; "" outside of Linux.
+    """Return a name that is equal for two processes if they see each other's process
+    ids: the machine's boot id and the PID namespace. Return "" outside of Linux.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -65,20 +67,20 @@ def process_fields(pid: int | str) -> list[str]:
 
     Raises OSError if there is no such process.
     """
-    # The name before them may have any characters.
+    # The name of the process, in brackets before these fields, may have any characters.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def lives(pid: int, began: str) -> bool:
-    """Return whether this machine runs a process with this id that began at this tick;
-    True if /proc does not tell.
+    """Return whether this machine runs a process with this id that began at this tick.
+    If /proc does not show the process, its id alone decides.
     """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # the process belongs to another user
     # A system may hide other users' processes.
     with suppress(OSError):
         state, *_ = fields = process_fields(pid)
@@ -87,9 +89,8 @@ def lives(pid: int, began: str) -> bool:
 
 
 def holder_of(content: bytes) -> dict[str, Any]:
-    """Return what a lock says of its holder, {} if that cannot be read, as of a lock
-    that is just being written, or that an earlier version wrote, or if it has no
-    process's id.
+    """Return the fields of a lock, which describe its holder. Return {} if the lock is
+    just being written, if an earlier version wrote it, or if it has no process id.
     """
     with suppress(ValueError, TypeError, LookupError, RecursionError):
         holder = json.loads(content)
@@ -99,7 +100,9 @@ def holder_of(content: bytes) -> dict[str, Any]:
 
 
 def described(holder: dict[str, Any]) -> str:
-    """Return who holds a lock, for a message (slurm/supervise.py reads the job)."""
+    """Return who holds a lock, for a message, from which slurm/supervise.py reads the
+    job.
+    """
     return (
         f"host {holder.get('host')}, pid {holder.get('pid')}, "
         f"SLURM job {holder.get('job') or 'none'}"
@@ -107,27 +110,29 @@ def described(holder: dict[str, Any]) -> str:
 
 
 def _times_written(path: Path) -> list[float]:
-    """Return when a lock and the heartbeat beside it were written, of those that exist,
-    by the clock of the file system.
+    """Return when a lock and the heartbeat beside it were last written, by the clock of
+    the file system. A file that does not exist is left out.
     """
     times = []
     for file in (path, path.with_name(HEARTBEAT)):
-        # Opened, because NFS then asks the server.
+        # The file is opened, because NFS then asks the server for its time.
         with suppress(OSError), open(file, "rb") as opened:
             times.append(os.fstat(opened.fileno()).st_mtime)
     return times
 
 
 def _is_renewed(path: Path) -> bool:
-    """Watch a lock that is not too old for ``LIFE`` seconds, and return whether its
-    holder shows life.
+    """Return whether the holder of a lock renews it, or writes its heartbeat, within
+    ``LIFE`` seconds. A lock older than ``LEFT`` seconds is not watched.
     """
     times = _times_written(path)
     with tempfile.TemporaryFile(dir=path.parent) as file:
-        now = os.fstat(file.fileno()).st_mtime
-    if max(times, default=0.0) < now - LEFT:
+        clock = os.fstat(file.fileno()).st_mtime
+    if max(times, default=0.0) < clock - LEFT:
         return False
-    logger.info(f"waiting up to {LIFE:.0f} s to see whether the holder of {path} lives")
+    logger.info(
+        f"waiting up to {LIFE:.0f} s to see whether the holder of {path} is alive"
+    )
     end = time.monotonic() + LIFE
     while time.monotonic() < end:
         time.sleep(PAUSE)
@@ -137,7 +142,7 @@ def _is_renewed(path: Path) -> bool:
 
 
 def _of_same_job(start: str, other: str) -> bool:
-    """Return whether two names of starts (``job_id``) are different ones of one job."""
+    """Return whether two ``job_id`` name different starts of the same job."""
     job, _, _ = start.partition(".")
     other_job, _, _ = other.partition(".")
     return bool(job) and job == other_job and start != other
@@ -147,8 +152,8 @@ def abandoned(path: Path) -> bytes | None:
     """Return the content of a lock that nobody holds any more, or None if there is no
     lock.
 
-    Raises InUseError if another start holds it, and ConfigError if it is no regular
-    file.
+    Raises InUseError if another start holds the lock, and ConfigError if the lock is not
+    a regular file.
     """
     check_regular(path)
     try:
@@ -168,16 +173,16 @@ def abandoned(path: Path) -> bytes | None:
             f"({described(holder)}): two jobs in one run folder would corrupt it. Stop "
             "the other job, use another run folder (--job.dump_folder, or "
             "sweep.folder of a sweep), or if it is a copy of the other job's folder, "
-            f"delete its {path.name}"
+            f"delete {path.name} in the copy"
         )
     return content
 
 
 def _take_away(path: Path, content: bytes) -> None:
-    """Delete a lock that was left with this content.
+    """Delete an abandoned lock that has this content.
 
-    Of several starts that do so, a slow one may find the new lock of a faster one, and
-    puts it back.
+    If several starts do so at once, a slow start may move away the new lock of a faster
+    one. It then puts this lock back.
     """
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):  # a faster start has deleted it
@@ -189,8 +194,8 @@ def _take_away(path: Path, content: bytes) -> None:
 
 
 def _release(path: Path, holder: dict[str, Any]) -> None:
-    """Delete a lock, unless another start has taken it over, or this is a forked
-    process.
+    """Delete the lock of this process, unless another start has taken it over. In a
+    forked process, do nothing.
     """
     with suppress(OSError):
         if holder["pid"] == os.getpid() and holder_of(path.read_bytes()) == holder:
@@ -198,12 +203,12 @@ def _release(path: Path, holder: dict[str, Any]) -> None:
 
 
 class Lock:
-    """Hold the lock of a folder until ``close``, or until this object or process ends
-    in any other way than by a kill.
+    """Hold the lock of a folder until ``close``, or until this object is deleted or the
+    process ends. A process that is killed leaves its lock.
     """
 
     def __init__(self, folder: Path, name: str = LOCK) -> None:
-        """Raises InUseError if another start holds the lock, and OSError."""
+        """Take the lock. Raises InUseError if another start holds it, and OSError."""
         self.path = folder / name
         self.holder = {
             "id": uuid.uuid4().hex,
@@ -224,8 +229,8 @@ class Lock:
         self.close = weakref.finalize(self, _release, self.path, self.holder)
 
     def _create(self) -> bool:
-        """Return whether the lock is this start's: there was no such file, or it is
-        what an earlier try has left, whose answer was an error.
+        """Create the lock, and return whether this start holds it. If the file exists,
+        an earlier try of this start may have created it although it got an error.
         """
         try:
             file = open(self.path, "x")  # noqa: SIM115
@@ -242,15 +247,15 @@ class Lock:
         return True
 
     def renew(self) -> None:
-        """Show others that this start lives."""
+        """Show other starts that this start lives, at most once per ``RENEWAL``."""
         if time.monotonic() >= self._renewed + RENEWAL:
             with suppress(OSError):
                 os.utime(self.path)
                 self._renewed = time.monotonic()
 
     def owner(self) -> dict[str, Any]:
-        """Return who holds the lock now: ``holder``, another start that has taken it
-        over, or {} if the file cannot be read.
+        """Return the fields of whoever holds the lock now: ``holder``, or those of
+        another start that has taken it over. Return {} if the file cannot be read.
         """
         with suppress(OSError):
             return holder_of(self.path.read_bytes())

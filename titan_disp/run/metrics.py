@@ -40,16 +40,18 @@ from titan_disp.run.liveness import Clock, Stragglers
 from titan_disp.run.reader import METRICS
 from titan_disp.run.storage import JsonLines
 
-# Smallest ratio of the steps of two successive heatmaps in TensorBoard; our choice
+# Each heatmap in TensorBoard is at this multiple of the previous heatmap's step, or
+# later; our choice.
 HEATMAP_RATIO = 1.25
-# Smallest part of the time that ranks wait for data of which the console says so; our
-# choice
+# The console reports the time spent waiting for data from this fraction of all time on;
+# our choice
 NOTED_WAITING = 0.03
 
 
 def _notes(data: Mapping[Metric, float]) -> Iterator[str]:
-    """Yield what the console says of the data: how often the source that is read
-    fastest was read if this is more than once, and the waiting time if it is not short.
+    """Yield the console's notes about the data: the largest number of epochs that any
+    source was read, if more than 1; and the fraction of time spent waiting for data, if
+    at least ``NOTED_WAITING``.
     """
     epochs = max(
         (value for metric, value in data.items() if metric.name == "epochs_read"),
@@ -72,8 +74,8 @@ def _loss_tag(term: Metric) -> str:
 class TensorBoardFolder(BaseLogger):
     """Log to one TensorBoard folder per run folder, across requeues.
 
-    TorchTitan would name it by the date. What is logged while the file system fails is
-    lost.
+    TorchTitan would name the folder by the date. Values logged while the file system
+    fails are lost.
     """
 
     def __init__(self, folder: str, run: str) -> None:
@@ -81,20 +83,21 @@ class TensorBoardFolder(BaseLogger):
         self.run = run
         self._writer: SummaryWriter | None = None
         self._losing = False
-        self._next_heatmap = 0.0  # step
+        self._next_heatmap = 0.0  # the smallest step of the next heatmap
         self._untrained: np.ndarray | None = None  # mean cosines at step 0
 
     def _open(self, step: int) -> SummaryWriter:
-        # purge_step hides what a killed job wrote after the checkpoint that this job
-        # resumed
+        # purge_step hides rows that a killed job wrote after the checkpoint from which
+        # this job resumes
         if self._writer is None:
             self._writer = SummaryWriter(self.folder, max_queue=1000, purge_step=step)
         return self._writer
 
     @contextlib.contextmanager
     def _losses(self) -> Iterator[None]:
-        """Warn of the block's OSError if it is the first in a row, and let the next row
-        open another file, because TensorBoard's thread dies of such an error.
+        """Suppress an OSError of this context, with a warning if it is the first in a
+        row. The next row then opens a new file, because the error has ended
+        TensorBoard's thread.
         """
         try:
             yield
@@ -113,10 +116,11 @@ class TensorBoardFolder(BaseLogger):
                 writer.add_scalar(name, value, step)
 
     def log_heatmap(self, measured: Measurement, step: int) -> None:
-        """Log a heatmap if ``step`` is HEATMAP_RATIO times that of the last one.
+        """Log a heatmap if ``step`` is at least HEATMAP_RATIO times that of the last
+        heatmap.
 
-        They get rarer, because all ranks wait for a fifth of a second while rank 0
-        draws one.
+        The ratio makes heatmaps rarer, because all ranks wait for a fifth of a second
+        while rank 0 draws one.
         """
         if step < self._next_heatmap:
             return
@@ -127,7 +131,7 @@ class TensorBoardFolder(BaseLogger):
         if step == 0:
             self._untrained = measured.mean_cosine
         elif self._untrained is None:  # in the first heatmap of a start
-            # If there is no such file, or it is damaged, the line is left out.
+            # If there is no such file, or it is damaged, the heatmap does not show step 0.
             with contextlib.suppress(ConfigError):
                 before = Measurement.load(Path(self.run, "condensation", "step-0.npz"))
                 self._untrained = before.mean_cosine
@@ -143,7 +147,7 @@ class TensorBoardFolder(BaseLogger):
 
 
 class LastMetrics(BaseLogger):
-    """Keep what was logged last: TorchTitan's metrics of a step, for the console."""
+    """Keep TorchTitan's metrics of the last logged step, for the console."""
 
     metrics: dict[str, Any]
 
@@ -158,7 +162,7 @@ class DispersionMetrics(MetricsProcessor):
     """
 
     logger: BaseLogger
-    # titan_disp.train sets the clock, and if there are several ranks, the stragglers.
+    # titan_disp.train sets the clock and, with several ranks, the stragglers.
     stragglers: Stragglers | None = None
     clock: Clock | None = None
 
@@ -185,8 +189,8 @@ class DispersionMetrics(MetricsProcessor):
         self.ledger = ledger
         self._loader = loader
         self._first_log: tuple[float, int] | None = None  # (time, step)
-        self._step_seconds = 0.0  # of the clock, at the last log
-        self._bad_fit = False  # whether it has warned of one
+        self._step_seconds = 0.0  # ``clock.step_seconds`` at the last log
+        self._bad_fit = False  # whether a warning about a bad fit was logged
         # This rank's counters at the last log.
         self._last_counters: dict[Metric, float] = {}
         self.rows: JsonLines | None = None  # of metrics.jsonl, on rank 0
@@ -228,19 +232,18 @@ class DispersionMetrics(MetricsProcessor):
         """Yield the time until the last step, such as "3:10:00 left", unless this is
         the first log of the start, from which the pace is measured.
         """
-        now = time.monotonic()
+        log_time = time.monotonic()
         if self._first_log is None:
-            self._first_log = (now, step)
+            self._first_log = (log_time, step)
             return
         first_time, first_step = self._first_log
-        seconds_per_step = (now - first_time) / (step - first_step)
+        seconds_per_step = (log_time - first_time) / (step - first_step)
         seconds = (self._last_step - step) * seconds_per_step
         yield f"{timedelta(seconds=round(seconds))} left"
 
     def line(self, row: Mapping[str, Any]) -> str:
-        """Return the line of the console for a row of metrics.jsonl.
-
-        What says nothing is left out.
+        """Return the console's line for a row of metrics.jsonl. Values that the config
+        or the device makes meaningless are left out.
         """
         titan = self._last.metrics
         parts = [self.of_steps(row["step"]), f"loss {row['loss']:.3f}"]
@@ -257,9 +260,8 @@ class DispersionMetrics(MetricsProcessor):
         return "  ".join([*parts, *_notes(row["data"]), *self._time_left(row["step"])])
 
     def data_metrics(self, seconds: float) -> dict[Metric, float]:
-        """Return the loader's counters and rates over ``seconds``, of all ranks.
-
-        Without a loader, there are none. A collective call.
+        """Return the loader's counters, and their rates over the last ``seconds``, of
+        all ranks together; {} without a loader. A collective call.
         """
         if self._loader is None:
             return {}
@@ -304,8 +306,8 @@ class DispersionMetrics(MetricsProcessor):
     ) -> None:
         """Log a step to the console, to TensorBoard or W&B, and to metrics.jsonl.
 
-        With a ``clock``, throughput and shares of the time are those of the steps since
-        the last log alone: without loading, saves, validation and measurements. A
+        With a ``clock``, throughput and fractions of time refer only to the time of the
+        steps since the last log, not to loading, saves, validation and measurements. A
         collective call.
 
         Raises DataError on all ranks if too much of the data is damaged. The step is
@@ -313,7 +315,7 @@ class DispersionMetrics(MetricsProcessor):
         """
         terms = self._loss_terms(step, global_avg_loss)
         if self.clock is not None:
-            # TorchTitan divides the tokens by the time since then
+            # TorchTitan divides the tokens by the time since ``time_last_log``
             since_last_log = self.clock.step_seconds() - self._step_seconds
             self.time_last_log = time.perf_counter() - since_last_log
         seconds = time.perf_counter() - self.time_last_log
@@ -361,10 +363,11 @@ class DispersionMetrics(MetricsProcessor):
             self._loader.check_counters(data)
 
     def _loss_terms(self, step: int, global_avg_loss: float) -> dict[Metric, float]:
-        """Return the means since the last log, see ``LossLedger.mean``.
+        """Return the mean of each loss term since the last log (``LossLedger.mean``),
+        and reset the ledger. A collective call.
 
-        They contain "dispersion_fit_error" if the moments estimator is used. The first
-        bad fit is warned of. The ledger is reset. A collective call.
+        If the moments estimator is used, there is a term "dispersion_fit_error"; the
+        first bad fit is logged as a warning.
         """
         mesh = self.parallel_dims.get_optional_mesh("loss")
         terms = self.ledger.mean(mesh) or {
@@ -411,8 +414,8 @@ class DispersionMetrics(MetricsProcessor):
         """Log a measurement of condensation on rank 0.
 
         It goes to the console, to TensorBoard or W&B, to metrics.jsonl, and to
-        RUN/condensation/step-N.npz. ``seconds``: how long the measurement took. The
-        time to write is added to them.
+        RUN/condensation/step-N.npz. ``seconds`` is how long the measurement took; the
+        row has these seconds plus the time to write the files.
         """
         began = time.perf_counter()
         if self.rows is None:

@@ -1,5 +1,5 @@
-"""While rank 0 waits, it finds out for which rank all ranks wait, and what that one
-does: the time-out of a collective operation names neither.
+"""While ranks wait for each other, rank 0 finds out which rank all of them wait for, and
+what this rank does. The time-out of a collective operation names neither.
 """
 
 import json
@@ -15,19 +15,19 @@ from torchtitan.tools.logging import logger
 from titan_disp.run.liveness import Heartbeat
 
 INTERVAL = 5.0  # seconds between two notes of a rank
-# Seconds in which rank 0 makes no progress until it asks for whom; our choice. The
-# collective operations' time-out, 100 s by default, should not be over by then.
+# After this many seconds without progress, rank 0 looks for the rank it waits for; our
+# choice. The time-out of collective operations, 100 s by default, must be longer.
 WAITING = 20.0
 KEY = "titan-disp rank {}"
-SILENT = 4 * INTERVAL  # seconds without a note after which a rank does not answer
+SILENT = 4 * INTERVAL  # a rank without a note for so many seconds does not answer
 GONE = "; it does not answer any more"
 
 
 class Peers:
     """Exchange what the ranks do through a store of torch.distributed.
 
-    All ranks announce the same things in the same order. The rank that has announced
-    the fewest is the one for which the others wait.
+    All ranks announce the same things in the same order, so the others wait for the rank
+    that has announced the fewest.
     """
 
     def __init__(
@@ -38,17 +38,16 @@ class Peers:
         self._rank = rank
         self._ranks = ranks
         self._next = 0.0
-        # of each key, its last note, and when rank 0 has read it for the first time
+        # by key: the newest note, and when rank 0 first read this note
         self._read: dict[str, tuple[bytes, float]] = {}
 
     def exchange(self) -> None:
-        """Tell what this rank does, at most once per ``INTERVAL``. On rank 0, keep for
-        the heartbeat which rank is waited for.
+        """Write to the store what this rank does, at most once per ``INTERVAL``. On rank
+        0, also tell the heartbeat which rank the others wait for.
         """
-        now = time.monotonic()
-        if now < self._next:
+        if time.monotonic() < self._next:
             return
-        self._next = now + INTERVAL
+        self._next = time.monotonic() + INTERVAL
         note = self.heartbeat.note()
         text = (
             f"rank {self._rank} on {socket.gethostname()}: {note['doing']} at step "
@@ -68,13 +67,14 @@ class Peers:
         self.heartbeat.waits_for = text
 
     def _waited_for(self) -> str:
-        """Return which rank the others wait for, and what it does, or "" if they do not
-        wait, or for all ranks alike.
+        """Return which rank the others wait for and what it does, or "" if they do not
+        wait, or if no rank is behind the others.
         """
         usual = max(WAITING, 2 * self.heartbeat.slowest)
         keys = [KEY.format(rank) for rank in range(self._ranks)]
         waiting = self.heartbeat.note()["seconds"]
-        # Silence counts from the first reading.
+        # A rank's silence is counted from the first reading of its note, so notes are
+        # read before the wait is as long as ``usual``.
         if waiting < min(INTERVAL, usual) or not self._store.check(keys):
             return ""
         notes = [self._note_of(key) for key in keys]
@@ -91,11 +91,11 @@ class Peers:
         return text
 
     def _note_of(self, key: str) -> dict[str, Any]:
-        """Return the last note of a rank, and its ``age``: the seconds since it was
-        read for the first time.
+        """Return the newest note of a rank, with its ``age``: the seconds since rank 0
+        first read it.
         """
         text = self._store.get(key)
-        now = time.monotonic()
+        read_at = time.monotonic()
         if self._read.get(key, (b"", 0.0))[0] != text:
-            self._read[key] = (text, now)
-        return {**json.loads(text), "age": now - self._read[key][1]}
+            self._read[key] = (text, read_at)
+        return {**json.loads(text), "age": read_at - self._read[key][1]}

@@ -1,5 +1,5 @@
-"""This module reads a run's folder (docs/run_folder.md), of which files may be missing
-and lines of .jsonl files cut.
+"""This module reads a run's folder (docs/run_folder.md). Files may be missing, and lines
+of .jsonl files may be cut.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ REQUEUE = "requeue.json"
 SUPERVISOR = "supervisor.jsonl"
 # a row of metrics.jsonl with one of these keys is no training row
 MEASURED = ("condensation", "validation")
-# Objects in metrics.jsonl; all else in it are numbers or null
+# fields of metrics.jsonl that are objects; all other fields are numbers or null
 NESTED = ("condensation", "data", "spent", "straggler")
 
 
@@ -39,7 +39,7 @@ def is_run(path: str | Path) -> bool:
 def read_config(run: str | Path) -> dict[str, Any]:
     """Read the resolved config of the newest start that trained.
 
-    Raises ConfigError if it is missing or not one.
+    Raises ConfigError if the file is missing or is not a config.
     """
     path = Path(run) / CONFIG
     try:
@@ -60,15 +60,15 @@ def _read_optional(name: str, run: str | Path) -> dict[str, Any]:
     return {}
 
 
-# What the newest start that trained ran on
+# Read the hardware and software of the newest start that trained.
 read_environment = partial(_read_optional, ENVIRONMENT)
-# What rank 0 has announced last, while a process trains
+# Read what rank 0 announced last. The file exists while a process trains.
 read_heartbeat = partial(_read_optional, HEARTBEAT)
 
 
 def read_failures(run: str | Path) -> dict[str, Any]:
-    """Read what the supervisor keeps of failures in a row without a new checkpoint, {}
-    if there are none.
+    """Read the supervisor's record of failures in a row without a new checkpoint, or
+    return {} if there are none.
     """
     job = _read_optional(JOB, run) or _read_optional(REQUEUE, run)
     return job if job.get("failures") else {}
@@ -98,9 +98,8 @@ def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def last_row(run: str | Path, last: float = math.inf) -> dict[str, Any]:
-    """Read the training row of the largest step up to ``last``, {} if there is none.
-
-    A run may have a million rows.
+    """Read the training row of the largest step up to ``last``, or return {} if there is
+    none. A run may have a million rows, so they are not all kept in memory.
     """
     newest: dict[str, Any] = {}
     for row in _records(Path(run) / METRICS):
@@ -117,7 +116,9 @@ def read_condensation(run: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def read_validation(run: str | Path) -> dict[int, float]:
-    """Read the validation losses by step, ascending. One that is not finite is NaN."""
+    """Read the validation losses by step, ascending. NaN stands for a loss that is not
+    finite.
+    """
     return validation_losses(_records(Path(run) / METRICS))
 
 
@@ -152,7 +153,7 @@ def read_events(run: str | Path) -> list[dict[str, Any]]:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of metrics.jsonl or events.jsonl.
 
-    Raises ConfigError at one that titan-disp does not write.
+    Raises ConfigError at a record that titan-disp would not write.
     """
     events = path.name == EVENTS
     fields = "numbers with 'step' and 'time'"
@@ -183,10 +184,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a .jsonl file, [] if there is none.
+    """Read the records of a .jsonl file, or return [] if there is no such file.
 
-    Lines that killed processes left unfinished are left out, and so is a line that
-    repeats the one before it.
+    Lines that a killed process left unfinished are skipped, and so is a line that
+    repeats the previous line.
     """
     return list(_json_lines(Path(path)))
 
@@ -197,7 +198,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
         before = b""
         with open(path, "rb") as lines:
             for line in lines:
-                # After an error, a line that was written may be written again.
+                # After an error, a line may be written again although it is there.
                 if line == before:
                     continue
                 before = line

@@ -1,13 +1,13 @@
 """This module plans a save so that its cost on rank 0 does not grow with the number of
 replicas.
 
-A *plan* lists what a rank writes. DCP's own planner lets every rank plan all that it
-holds, gathers the plans on rank 0, and drops the duplicates there. For Qwen3-0.6B on 80
-replicas of 8 shards, 560 MB would be gathered in every save, which keeps Python busy on
-rank 0 for half a minute while the steps wait for its thread. Here, each rank works out
-alone which of the copies it writes, and plans nothing else. Nothing is kept from one
-save to the next, so that a failed save leaves nothing behind. The files and their
-metadata are as DCP's own.
+A *plan* lists what a rank writes. DCP's own planner lets every rank plan everything
+that it holds, gathers the plans on rank 0, and drops the duplicates there. For
+Qwen3-0.6B on 80 replicas of 8 shards, 560 MB would be gathered in every save. Rank 0
+would be busy with them for half a minute, during which the steps wait for Python. Here,
+each rank works out alone which copies it writes, and plans only these. No state is kept
+from one save to the next, so a failed save has no effect on later ones. The files and
+their metadata are the same as DCP's.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class PlannerData:
     """What a rank sends with its plan.
 
     Attributes:
-        mappings: the way to each entry that this rank writes, in the nested state.
+        mappings: path, in the nested state, of each entry that this rank writes.
         shared: hash of the names of all entries that every rank must hold.
     """
 
@@ -40,12 +40,12 @@ class PlannerData:
 
 @dataclass(frozen=True)
 class Copies:
-    """The ranks that hold the same part of a tensor, or the same other value.
+    """The ranks that hold copies of the same part of a tensor, or of the same other value.
 
     Attributes:
-        holders: the same for all parts that are copied to the same ranks.
-        number: of these ranks.
-        index: of this rank among them.
+        holders: a key, equal for all parts that are copied to the same ranks.
+        number: how many ranks hold a copy.
+        index: the number of this rank among them, from 0.
     """
 
     holders: Any
@@ -54,8 +54,8 @@ class Copies:
 
 
 def copies_of(value: Any) -> Copies:
-    """Return which ranks hold the same as this rank of an entry. Values that are not
-    DTensors are the same on all ranks.
+    """Return which ranks hold the same part of an entry as this rank. Values that are
+    not DTensors are the same on all ranks.
     """
     if not isinstance(value, DTensor):
         if not dist.is_initialized():
@@ -83,10 +83,11 @@ def local_bytes(value: Any) -> int:
 def written_here(state: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a flat state dict that this rank writes.
 
-    The largest part goes first, each to the rank with the fewest bytes until then. All
-    ranks that hold the same parts work out the same.
+    The parts are assigned in descending order of size, each to the rank that has the
+    fewest bytes so far. All ranks that hold the same parts get the same result.
     """
-    planned: dict[Any, list[int]] = {}  # by ``holders``: bytes of each of these ranks
+    # {``holders``: bytes that each of these ranks writes so far}
+    planned: dict[Any, list[int]] = {}
     written = {}
     sizes = {name: local_bytes(value) for name, value in state.items()}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -100,7 +101,7 @@ def written_here(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """A planner of which each rank plans only what it writes."""
+    """Plan a save so that each rank plans only the entries that it writes."""
 
     def create_local_plan(self) -> SavePlan:
         written = written_here(self.state_dict)
@@ -122,18 +123,18 @@ class SavePlanner(DefaultSavePlanner):
     ) -> tuple[list[SavePlan], Metadata]:
         """Return the plans of all ranks and the metadata, on rank 0.
 
-        Raises ValueError if ranks hold different entries, of which some would not be
-        saved.
+        Raises ValueError if ranks hold different entries, because some of these would
+        not be saved.
         """
         if len({plan.planner_data.shared for plan in all_plans}) > 1:
             raise ValueError(
-                "the ranks hold entries of different names beside sharded tensors, so "
-                "that a checkpoint would lack some of them"
+                "besides sharded tensors, the ranks hold entries of different names, so "
+                "a checkpoint would lack some of them"
             )
         merged: FLATTEN_MAPPING = {}
         for plan in all_plans:
             merged |= plan.planner_data.mappings
-        # DCP would look for each name in the mappings of all ranks, one after another
+        # Merged, because DCP would look for each name in the mappings of all ranks.
         plans = [replace(plan, planner_data={}) for plan in all_plans]
         plans[0] = replace(plans[0], planner_data=merged)
         return super().create_global_plan(plans)

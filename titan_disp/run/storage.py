@@ -1,8 +1,9 @@
-"""What a run does when a file of its folder cannot be read or written for some seconds,
-as on a shared file system whose server restarts (docs/run_folder.md has the table).
+"""This module lets a run survive when files of its folder cannot be read or written for
+some seconds, for example because the server of a shared file system restarts
+(docs/run_folder.md has the table).
 
-*Telemetry* (``JsonLines``) never fails: what cannot be written waits. Everything else
-is tried again by ``patiently``, and fails when its time is over.
+*Telemetry* (``JsonLines``) never fails: lines that cannot be written wait. Other reads
+and writes are tried again by ``patiently``, and fail when its time is over.
 """
 
 import errno
@@ -36,25 +37,25 @@ PASSING = {
     errno.ENOTCONN,
     errno.ESHUTDOWN,
     errno.EREMOTEIO,
-    errno.EAGAIN,  # of a server with too much to do
+    errno.EAGAIN,  # from a server that is overloaded
 }
 # Seconds for which an operation is tried again. Shorter than the time-outs of ranks
 # that wait meanwhile (comm.init_timeout_seconds is 300 by default); our choice.
 PATIENCE = 60.0
-# Seconds between the tries of what all ranks do together, such as a save. They are the
-# same on all ranks, which try as often; our choice.
+# Seconds between the tries of a collective operation, such as a save. They are fixed, so
+# that all ranks make the same number of tries; our choice.
 PAUSES = (1.0, 4.0, 15.0, 40.0)
 sleep = time.sleep
-# Lines that wait at most, which is a day of one line in a second; our choice.
+# The largest number of waiting lines, about a day with one line per second; our choice.
 MOST_LINES = 100_000
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether an error may pass by itself: an UnreadableError, or an OSError in
-    ``PASSING``, also if the error was raised from one.
+    """Return whether an error may pass by itself: an UnreadableError, an OSError in
+    ``PASSING``, or an error raised from such an OSError.
 
     DCP's CheckpointException has ``failures``: {rank: (error, traceback)}. If there are
-    any, they alone decide, and one rank's suffices.
+    any, the result is True if the error of at least one rank may pass.
     """
     if isinstance(error, UnreadableError):
         return True
@@ -72,8 +73,8 @@ def _has_passing_cause(error: BaseException) -> bool:
 def patiently(action: Callable[..., T], *arguments: Any) -> T:
     """Return what ``action(*arguments)`` returns.
 
-    Errors that ``may_pass`` are tried again for ``PATIENCE`` seconds, with warnings,
-    and then raised; others are raised at once.
+    After an error that ``may_pass``, the action is tried again for ``PATIENCE`` seconds,
+    with warnings; then the error is raised. Other errors are raised at once.
     """
     return retried(partial(action, *arguments), PATIENCE, "run folder", may_pass)
 
@@ -81,9 +82,9 @@ def patiently(action: Callable[..., T], *arguments: Any) -> T:
 def together(action: Callable[..., T], *arguments: Any) -> T:
     """Return what a collective ``action(*arguments)`` returns.
 
-    UnreadableError and CheckpointException, which are raised on all ranks, are tried
-    again after each of ``PAUSES`` if they may pass, and then raised. Other errors are
-    raised at once.
+    After an UnreadableError or CheckpointException that ``may_pass``, which all ranks
+    raise, the action is tried again after each of ``PAUSES``; then the error is raised.
+    Other errors are raised at once.
     """
     for pause in PAUSES:
         try:
@@ -100,8 +101,8 @@ def together(action: Callable[..., T], *arguments: Any) -> T:
 def one_line(error: BaseException) -> str:
     """Return the reason of a failure in one line of at most 600 characters.
 
-    The text of DCP's CheckpointException is the tracebacks of all ranks. Of it, only
-    the reason of each rank is returned.
+    The text of DCP's CheckpointException contains the tracebacks of all ranks; only the
+    reason of each rank is returned.
     """
     failures = getattr(error, "failures", None) or {"": (error, None)}
     reasons = []
@@ -112,15 +113,15 @@ def one_line(error: BaseException) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file of JSON, at once as a whole."""
+    """Write a JSON file atomically."""
     with atomic_write(path) as partial:
         text = json.dumps(content, indent=2, ensure_ascii=False)
         partial.write_text(text + "\n", encoding="utf-8")
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """Return a line of JSON. NaN and infinities become null: what Python writes for
-    them is not JSON to other readers.
+    """Return a record as a line of JSON. NaN and infinities become null, because other
+    readers refuse what Python writes for them.
     """
     finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
     return json.dumps(finite).encode() + b"\n"
@@ -129,8 +130,8 @@ def to_line(record: dict[str, Any]) -> bytes:
 def append_line(path: Path, line: bytes) -> None:
     """Append a line to a file.
 
-    A line that an earlier failure has left unfinished is ended first. After an OSError,
-    the line may have been written, in part or as a whole.
+    If an earlier failure left the last line unfinished, this ends it first. After an
+    OSError, the new line may have been written, in part or as a whole.
     """
     with open(path, "ab+", buffering=0) as file:
         if file.tell():
@@ -149,13 +150,13 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 class JsonLines:
     """Append records to a .jsonl file, in order, without ever raising OSError.
 
-    What cannot be written waits for the next call of ``append`` or ``flush``; the
-    oldest of more than ``MOST_LINES`` lines are lost. A line may be written twice.
+    Lines that cannot be written wait for the next call of ``append`` or ``flush``. If
+    more than ``MOST_LINES`` wait, the oldest are lost. A line may be written twice.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lost = 0  # lines since the file could last be written
+        self._lost = 0  # number of lines lost since the last successful write
         self._waiting: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._failing = False
@@ -166,7 +167,7 @@ class JsonLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, unless another thread does so."""
+        """Write the waiting lines, unless another thread is writing them."""
         if not self._writing.acquire(blocking=False):
             return
         try:
@@ -184,7 +185,9 @@ class JsonLines:
             self._waiting.popleft()
 
     def _failed(self, error: OSError) -> None:
-        """Warn of the first failure in a row, and keep to ``MOST_LINES``."""
+        """Log the first failure in a row as a warning, and drop the oldest lines if more
+        than ``MOST_LINES`` wait.
+        """
         if not self._failing:
             logger.warning(
                 f"{self.path} cannot be written: {error}. Its lines wait in memory "
@@ -204,8 +207,8 @@ class JsonLines:
         logger.info(f"{self.path} can be written again{lost}")
 
     def close(self) -> None:
-        """Write what waits, and warn of what cannot be written within ``PATIENCE``
-        seconds.
+        """Write the waiting lines, and log how many could not be written within
+        ``PATIENCE`` seconds.
         """
         with self._writing:
             try:
