@@ -1,18 +1,18 @@
-"""Make a corpus for experiments on a CPU, in C4's layout, from Debian's documentation
+"""Write a corpus for experiments on a CPU, in C4's layout, from Debian's documentation
 packages or any folder of text.
 
     python -m benchmarks.corpus data/evidence                        # the packages below: 70 MB to download
     python -m benchmarks.corpus data/mine --folder /data/c4/en       # HTML, pod, rst, man pages, text, C4's own files
 
     OUT/en/c4-train.*.json.gz, OUT/en/c4-validation.*.json.gz    training and development text
-    OUT/test/c4-validation.*.json.gz                             test text, which is a validation set of its own
-    OUT/held_back/…                                              the same again for packages that are kept for mid-training
+    OUT/test/c4-validation.*.json.gz                             test text, as a separate validation set
+    OUT/held_back/…                                              the same files for packages that are reserved for mid-training
     OUT/tokenizer, OUT/corpus.json, OUT/README.md                the tokenizer of OUT/en, sizes and sources
 
-Markup is removed (corpus_text.py), and texts that are short, not English or mostly not
-words are left out. So are duplicates: equal texts, and documents of which more than
-half of the runs of eight words are in documents that were kept before (one run in eight
-is sampled; long documents come first). Documents are then sorted by the hash of their
+Markup is removed (corpus_text.py). Texts are left out if they are short, not English, or
+mostly not words. Duplicates are left out too: equal texts, and near duplicates. A
+document is a near duplicate if more than half of its runs of eight words are in longer
+documents. (One run in eight is sampled.) Documents are then sorted by the hash of their
 text: the first are development text, the next are test text, and the rest is training
 text.
 """
@@ -45,8 +45,8 @@ from titan_disp.lab.sample import (
 )
 from titan_disp.templates import templates
 
-# NAME=VERSION of Debian 12's last point release, which the archive keeps. Security
-# updates are replaced within weeks.
+# NAME=VERSION in the last point release of Debian 12, which stays in the archive. (Security
+# updates are replaced within weeks.)
 PACKAGES = (
     "linux-doc-6.1=6.1.176-1",
     "dict-gcide=0.48.5+nmu2",
@@ -55,26 +55,29 @@ PACKAGES = (
     "anarchism=15.3-3",
 )
 HELD_BACK = ("dict-foldoc=20230119-1",)
-# Files that repeat others of a package: the kernel's pages in HTML beside their
-# sources, pods as man pages, Markdown. Translations and device tree bindings are not
-# English prose.
+# Files that repeat other files of a package: the kernel's pages in HTML, whose sources are
+# in the package too, pods as man pages, and Markdown. Translations and device tree bindings
+# are not English prose.
 SKIPPED = re.compile(
     r"linux-doc-[\d.]+/html/|Documentation/(translations|devicetree/bindings)/|anarchism/markdown/|/postgresql/\d+/man/|"
     r"(?<=man/)man1/perl|/doc-base/|/lintian/|/bug/|/(copyright|changelog|CREDITS|NEWS|MAINTAINERS|Makefile|Kconfig)[^/]*$"
 )
 TRAIN_FILES = 16
-# words in a run; one in how many runs is sampled
-SHINGLE = 8
-SAMPLED = 8
-MOST_SEEN = 0.5  # fraction of a document's runs that are in documents kept before it
-LEAST_LETTERS = 0.6  # fractions of the characters that are not white space
+SHINGLE = 8  # words in a run
+SAMPLED = 8  # one in so many runs is sampled
+# A document is kept if at most this fraction of its runs is in longer documents.
+MOST_SEEN = 0.5
+# Fractions of the characters that are not white space
+LEAST_LETTERS = 0.6
 LEAST_ASCII = 0.95
 TOKENIZER_CHARACTERS = 8_000_000  # characters of training text for the tokenizer
-RARE = 20  # rarer characters are left to the byte fallback
+RARE = 20  # the tokenizer encodes characters that occur less often as bytes
 
 
 @dataclass(frozen=True)
 class Document:
+    """A text and its origin."""
+
     source: str  # package or folder
     name: str
     text: str
@@ -89,57 +92,54 @@ class Options:
     out: tyro.conf.Positional[Path]
     """Folder to write.
 
-    It must not exist, unless it has a corpus of the same sources, which is kept.
+    It must not exist. A complete corpus of the same sources is kept.
     """
     folder: Path | None = None
-    """Use this folder's texts instead of Debian's packages, and hold none back."""
+    """Use this folder's texts instead of Debian's packages, without a held-back part."""
     packages: tuple[str, ...] = PACKAGES
     held_back: tuple[str, ...] = HELD_BACK
     downloads: Path = Path("data/packages")
-    """Folder of the packages. apt-get downloads missing ones to it."""
+    """Folder of the packages. apt-get downloads missing packages to this folder."""
     held_out: int = 1500
     """Number of documents of the development text, and of the test text.
 
-    For the held-back packages it is a tenth.
+    The held-back part has a tenth of it.
     """
     characters: int = 300_000_000
-    """Stop reading after the file that reaches this number: the first files of a copy
-    of C4 are enough.
+    """Stop reading --folder after this number of characters. (The first files of a copy
+    of C4 are enough.)
     """
     vocab_size: int = 2048
 
 
 def download(package: str, folder: Path) -> Path:
-    """Return the .deb of NAME=VERSION, from the folder or from apt-get."""
+    """Return the .deb file of NAME=VERSION, from the folder or from apt-get."""
     name, _, version = package.partition("=")
     pattern = f"{name}_{version.replace(':', '%3a')}_*.deb"
-    if not (found := sorted(folder.glob(pattern))):
-        folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            ["apt-get", "download", package], cwd=folder, capture_output=True, text=True
+    if debs := sorted(folder.glob(pattern)):
+        return debs[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["apt-get", "download", package], cwd=folder, capture_output=True, text=True
+    )
+    debs = sorted(folder.glob(pattern))
+    if done.returncode or not debs:
+        policy = subprocess.run(
+            ["apt-cache", "policy", name], capture_output=True, text=True
+        ).stdout
+        offered = "".join(re.findall(r"Candidate: (\S+)", policy)) or "?"
+        raise SystemExit(
+            f"{package} cannot be downloaded: {done.stderr.strip()[-500:]}\n"
+            f"Debian offers {name}={offered} on this machine. Run apt-get update first, "
+            "as the list of versions may be old. If the version is gone, put the file "
+            "into --downloads, or name another version in --packages or --held-back: "
+            "numbers measured on that corpus are not comparable"
         )
-        found = sorted(folder.glob(pattern))
-        if done.returncode or not found:
-            offered = subprocess.run(
-                ["apt-cache", "policy", name], capture_output=True, text=True
-            ).stdout
-            candidate = re.search(r"Candidate: (\S+)", offered)
-            raise SystemExit(
-                f"{package} cannot be downloaded: "
-                f"{done.stderr.strip()[-500:]}\nDebian offers "
-                f"{name}={candidate.group(1) if candidate else '?'} on this machine. "
-                "Run apt-get update first, as its list of versions may be old. If the "
-                "version is gone, put the file into --downloads, or name another "
-                "version in --packages or --held-back: that makes another corpus, and "
-                "numbers measured on it are not comparable"
-            )
-    return found[0]
+    return debs[0]
 
 
 def package_files(deb: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path and content of a package's files, without those that repeat others or
-    are not English.
-    """
+    """Yield the path and the content of each file of a package, except ``SKIPPED``."""
     content = subprocess.run(
         ["dpkg-deb", "--fsys-tarfile", str(deb)], capture_output=True, check=True
     ).stdout
@@ -152,17 +152,17 @@ def package_files(deb: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in sorted(
-        p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")
-    ):
-        yield path.relative_to(folder).as_posix(), path.read_bytes()
+    """Yield the path and the content of each file in a folder, except hidden files."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith("."):
+            yield path.relative_to(folder).as_posix(), path.read_bytes()
 
 
 def read(
     source: str, files: Iterable[tuple[str, bytes]], characters: float = math.inf
 ) -> Iterator[Document]:
-    """Yield the documents of all files of a known format, up to the file that reaches a
-    number of characters.
+    """Yield the documents of all files with a known format, and stop after the file that
+    reaches this number of characters.
     """
     dictionary: dict[str, bytes] = {}
     for name, content in files:
@@ -183,8 +183,8 @@ def read(
 
 
 def is_prose(text: str) -> bool:
-    """Tell whether a text is long enough, mostly words, and English as far as its
-    letters tell.
+    """Return whether a text is long enough, has mostly words, and may be English,
+    according to its letters.
     """
     if len(text) < MIN_CHARACTERS:
         return False
@@ -195,8 +195,8 @@ def is_prose(text: str) -> bool:
 
 
 def runs_of_words(text: str) -> set[int]:
-    """Return the hashes of one in ``SAMPLED`` of the runs of ``SHINGLE`` words; which
-    ones depends only on the words.
+    """Return the hashes of a sample of a text's runs of ``SHINGLE`` words, one in
+    ``SAMPLED``. Whether a run is in the sample depends only on its words.
     """
     words = re.findall(r"[a-z0-9]+", text.lower())
     hashes = (
@@ -209,8 +209,8 @@ def runs_of_words(text: str) -> set[int]:
 def without_duplicates(
     documents: Iterable[Document],
 ) -> tuple[list[Document], Counter[str]]:
-    """Return the documents to keep, sorted by hash, and the number left out by reason,
-    for any order of ``documents``.
+    """Return the documents to keep, sorted by hash, and the numbers of documents left out,
+    by reason. The result does not depend on the order of ``documents``.
     """
     left_out: Counter[str] = Counter()
     by_hash: dict[str, Document] = {}
@@ -238,8 +238,8 @@ def without_duplicates(
 
 
 def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Document]]:
-    """Split documents that are sorted by hash: first development text, then test text,
-    then training text.
+    """Return the documents by split. The first are development text, the next are test
+    text, and the rest is training text.
     """
     if len(documents) < 4 * held_out:
         raise SystemExit(
@@ -255,28 +255,25 @@ def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Docume
 
 
 def seen_in(train: set[int], documents: Iterable[Document]) -> float:
-    """Return the fraction of a held-out text's runs of words that are among the given
-    runs of training text.
+    """Return the fraction of the documents' sampled runs that are in ``train``, the runs
+    of the training text.
     """
-    runs = [run for document in documents for run in runs_of_words(document.text)]
+    runs = list(chain.from_iterable(runs_of_words(d.text) for d in documents))
     return sum(run in train for run in runs) / max(1, len(runs))
 
 
 def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
-    """Return training text without rare characters, which would replace words in a
-    small vocabulary.
+    """Return training text without rare characters, which would take the place of words
+    in a small vocabulary.
     """
     texts = list[str]()
-    characters = 0
+    counts = Counter[str]()
     for document in documents:
         texts.append(document.text)
-        characters += len(document.text)
-        if characters >= TOKENIZER_CHARACTERS:
+        counts.update(document.text)
+        if counts.total() >= TOKENIZER_CHARACTERS:
             break
-    counts = Counter(chain.from_iterable(texts))
-    rare = str.maketrans(
-        dict.fromkeys((c for c, count in counts.items() if count < RARE), None)
-    )
+    rare = {ord(c): None for c, count in counts.items() if count < RARE}
     return [text.translate(rare) for text in texts]
 
 
@@ -301,32 +298,25 @@ def _write_split(splits: dict[str, list[Document]], folder: Path) -> None:
 
 
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:
-    train: set[int] = set().union(
-        *(runs_of_words(document.text) for document in splits["train"])
-    )
-    return {
-        name: {
+    """Return the sizes of each split, as in corpus.json."""
+    train = set[int]().union(*(runs_of_words(d.text) for d in splits["train"]))
+    sizes: dict[str, dict[str, Any]] = {}
+    for name, documents in splits.items():
+        bar = progress(f"tokenizing {name}", "document", items=documents)
+        sizes[name] = {
             "documents": len(documents),
             "characters": sum(len(d.text) for d in documents),
-            "tokens": sum(
-                len(encode(d.text)) + 1
-                for d in progress(f"tokenizing {name}", "document", items=documents)
-            ),
+            "tokens": sum(len(encode(d.text)) + 1 for d in bar),
             "by_source": dict(sorted(Counter(d.source for d in documents).items())),
-            **(
-                {}
-                if name == "train"
-                else {"runs_of_words_in_training": round(seen_in(train, documents), 4)}
-            ),
         }
-        for name, documents in splits.items()
-    }
+        if name != "train":
+            seen = round(seen_in(train, documents), 4)
+            sizes[name]["runs_of_words_in_training"] = seen
+    return sizes
 
 
 def build(options: Options, folder: Path) -> dict[str, Any]:
-    """Write the corpus into an empty folder; return sizes and sources, as in
-    corpus.json.
-    """
+    """Return the content of corpus.json, after writing the corpus into an empty folder."""
     parts: dict[str, Iterator[Document]] = {}
     sources: dict[str, str] = {}
     if options.folder is not None:
@@ -357,30 +347,29 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
     }
     encode = None
     digest = hashlib.sha256()
+    held_out = options.held_out
+    place = folder
     for part, documents in parts.items():
         kept, left_out = without_duplicates(
             progress(f"reading {part}", "document", items=documents)
         )
-        splits = split(
-            kept, options.held_out if part == "main" else options.held_out // 10
-        )
-        digest.update(
-            "".join(
-                d.sha256 for documents in splits.values() for d in documents
-            ).encode()
-        )
-        _write_split(splits, folder if part == "main" else folder / part)
+        splits = split(kept, held_out)
+        for document in chain.from_iterable(splits.values()):
+            digest.update(document.sha256.encode())
+        _write_split(splits, place)
         if encode is None:
             (folder / "tokenizer").mkdir()
-            model = train_tokenizer(
-                tokenizer_texts(splits["train"]), options.vocab_size
-            )
+            texts = tokenizer_texts(splits["train"])
+            model = train_tokenizer(texts, options.vocab_size)
             digest.update(model)
             (folder / "tokenizer" / "corpus.model").write_bytes(model)
             encode = load_tokenizer(folder / "tokenizer").encode
+        # for the held-back part, which comes second
+        held_out = options.held_out // 10
+        place = folder / "held_back"
         facts["left_out"][part] = dict(left_out)
         facts["sizes"][part] = _sizes(splits, encode)
-    # of all texts that models are trained and measured on
+    # of all texts for training and measurements, and of the tokenizer
     facts["sha256"] = digest.hexdigest()
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     page = templates(__file__, number=format).get_template("corpus.md.j2")
@@ -389,14 +378,13 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
 
 
 def main(options: Options) -> dict[str, Any]:
+    """Return the content of corpus.json, of a new corpus or of a complete one."""
     if (options.out / "corpus.json").is_file():
         facts = json.loads((options.out / "corpus.json").read_text())
-        wanted = (
-            [str(options.folder)]
-            if options.folder
-            else [*options.packages, *options.held_back]
-        )
-        if list(facts["sources"]) != wanted or facts["held_out"] != options.held_out:
+        sources = [*options.packages, *options.held_back]
+        if options.folder:
+            sources = [str(options.folder)]
+        if list(facts["sources"]) != sources or facts["held_out"] != options.held_out:
             raise SystemExit(
                 f"{options.out} holds a corpus of {', '.join(facts['sources'])}: "
                 "choose another folder"

@@ -1,9 +1,9 @@
 """Convert documentation to plain text: HTML, man pages, pod, reStructuredText and
 dictd's dictionaries.
 
-Only the standard library is used. The converters are short on purpose. They remove the
-markup that a small model would otherwise mostly see; they do not render tables, images
-or mathematics.
+Only the standard library is used. The converters are short on purpose: they remove
+markup, which a small model would otherwise mostly learn, and do not render tables,
+images or mathematics.
 """
 
 import gzip
@@ -17,9 +17,9 @@ from functools import reduce
 from html.parser import HTMLParser
 from pathlib import PurePosixPath
 
-# dictd: the entries, and the index with their offsets
+# The suffixes of a dictd dictionary: its entries, and an index with their offsets
 DICTIONARY = (".dict.dz", ".index")
-# characters of a dictionary per document, because its entries are only a line or two
+# The number of characters in a document with entries of a dictionary, which are short
 PAGE = 6000
 
 
@@ -28,7 +28,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 class _HtmlText(HTMLParser):
-    """Collects text outside scripts, navigation and tables of contents, with white
+    """Collects the text outside of scripts, navigation and tables of contents, with white
     space as in a browser.
     """
 
@@ -44,20 +44,14 @@ class _HtmlText(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        # Open elements, from the outermost one that is left out
+        # The open elements inside an element that is left out, and this element itself
         self.skipped: list[str] = []
         self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        classes = {
-            word
-            for name, value in attrs
-            if name == "class"
-            for word in (value or "").split()
-        }
-        if tag not in self.VOID and (
-            self.skipped or tag in self.SKIPPED or classes & self.SKIPPED_CLASSES
-        ):
+        classes = _names(dict(attrs).get("class") or "")
+        is_skipped = self.skipped or tag in self.SKIPPED
+        if tag not in self.VOID and (is_skipped or classes & self.SKIPPED_CLASSES):
             self.skipped.append(tag)
         elif tag == "br":
             self.parts.append("\n")
@@ -71,7 +65,7 @@ class _HtmlText(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if self.skipped:
-            # Also closes what was left open in it, such as a <p> without an end tag
+            # This also closes elements without an end tag, such as <p>.
             if tag in self.skipped:
                 while self.skipped.pop() != tag:
                     pass
@@ -91,6 +85,7 @@ class _HtmlText(HTMLParser):
 
 
 def from_html(source: str) -> str:
+    """Return the text of an HTML page."""
     parser = _HtmlText()
     parser.feed(source)
     parser.close()
@@ -99,7 +94,7 @@ def from_html(source: str) -> str:
 
 _MAN_FONTS = _names("B I R BR RB BI IB RI IR SM SB")
 _MAN_BREAKS = _names("PP P LP TP TQ IP HP sp br Vb Ve nf fi RS RE EX EE")
-# Two letters, and what they stand for
+# Names of two letters, each followed by its character
 _MAN_NAMED = _names("aq' lq\" rq\" dq\" oq' cq' em-- en- hy- bu* mi- ti~ ha^")
 _MAN_ESCAPES = {
     **{f"\\{character}": character for character in "-\\ '`"},
@@ -119,12 +114,14 @@ _MAN_ESCAPE = re.compile(
 
 
 def _man_text(text: str) -> str:
+    """Return a line without its comment, and with escape sequences replaced."""
     return _MAN_ESCAPE.sub(
-        lambda found: _MAN_ESCAPES.get(found.group(), ""), text.split('\\"')[0]
+        lambda match: _MAN_ESCAPES.get(match[0], ""), text.split('\\"')[0]
     )
 
 
 def _man_arguments(text: str) -> list[str]:
+    """Return the arguments of a macro."""
     return [
         quoted or plain
         for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', text.replace('\\"', ""))
@@ -132,16 +129,17 @@ def _man_arguments(text: str) -> list[str]:
 
 
 def from_man(source: str) -> str:
-    """Convert a man page from its first section on.
+    """Return the text of a man page from its first section on.
 
-    Before it are only macros, a hundred lines of them from Pod::Man.
+    The lines before it are only macros, such as the hundred lines of Pod::Man.
     """
     lines: list[str] = []
-    end: str | None = None  # the end of a definition or a block that is left out
+    end = ""  # the end of a definition or a block that is left out
     begun = False
     for line in source.splitlines():
-        if end is not None:
-            end = None if end in line else end
+        if end:
+            if end in line:
+                end = ""
             continue
         matched = re.match(r"[.']\s*([A-Za-z]+|\\\")\s*(.*)", line)
         if matched is None:
@@ -157,26 +155,18 @@ def from_man(source: str) -> str:
             begun = True
             lines += ["", _man_text(" ".join(_man_arguments(rest))), ""]
         elif macro in _MAN_FONTS:
-            words = _man_arguments(rest)
-            lines.append(
-                _man_text(
-                    ("" if len(macro) == 2 and macro != "SM" else " ").join(words)
-                )
-            )
+            alternates = len(macro) == 2 and macro != "SM"  # without spaces
+            separator = "" if alternates else " "
+            lines.append(_man_text(separator.join(_man_arguments(rest))))
         elif macro in _MAN_BREAKS:
-            lines += (
-                ["", _man_text(_man_arguments(rest)[0])]
-                if macro == "IP" and rest.strip()
-                else [""]
-            )
+            lines.append("")
+            if macro == "IP" and rest.strip():
+                lines.append(_man_text(_man_arguments(rest)[0]))
     return "\n".join(lines)
 
 
 def from_pod(source: str) -> str:
-    """Convert Perl's documentation without its program.
-
-    Only in .pod files is text before the first command pod too.
-    """
+    """Return the text of a .pod file, Perl's documentation."""
     lines: list[str] = []
     skipped = False
     for line in source.splitlines():
@@ -197,19 +187,19 @@ def from_pod(source: str) -> str:
     return text
 
 
-def _pod_code(found: re.Match[str]) -> str:
-    code, content = found.groups()
+# ``clean`` restores the brackets.
+_POD_CHARACTERS = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}
+
+
+def _pod_code(match: re.Match[str]) -> str:
+    """Return the text of a formatting code, such as B<text>."""
+    code, content = match.groups()
     if code in "XZ":
         return ""
     if code == "E":
-        # clean restores the brackets
-        named = {"lt": "\0lt", "gt": "\0gt", "verbar": "|", "sol": "/"}
-        return named.get(
-            content,
-            html.unescape(f"&{content};")
-            if not content.isdigit()
-            else chr(int(content)),
-        )
+        if content.isdigit():
+            return chr(int(content))
+        return _POD_CHARACTERS.get(content) or html.unescape(f"&{content};")
     if code == "L":
         return content.split("|")[0]
     return content.replace("<", "\0lt").replace(">", "\0gt")
@@ -221,8 +211,8 @@ _RST_KEPT = _names(
 
 
 def from_rst(source: str) -> str:
-    """Convert reStructuredText; leave out comments, labels, tables of contents,
-    underlines and roles.
+    """Return reStructuredText without comments, labels, tables of contents, underlines and
+    roles.
     """
     lines: list[str] = []
     skipped = False  # the indented block below a comment or a directive
@@ -248,12 +238,12 @@ def from_rst(source: str) -> str:
 
 
 def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
-    """Yield (first headword, text) of pages, each of consecutive entries of a dictd
+    """Yield (first headword, text) of each page, which has consecutive entries of a dictd
     dictionary.
 
     Args:
         entries: the unpacked .dict file.
-        index: lines of headword, offset and length, with the numbers in base 64.
+        index: lines with a headword, an offset and a length. Numbers are in base 64.
     """
     digits = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
 
@@ -270,7 +260,7 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
     for (offset, length), word in sorted(places.items()):
         name = name or word
         entry = entries[offset : offset + length].decode("utf-8", "replace").strip()
-        # without lines that name an entry's source
+        # Without the lines that name the source of an entry
         page += re.sub(r"\n *\[[^]\n]*]$", "", entry, flags=re.M) + "\n\n"
         if len(page) >= PAGE:
             yield name, page
@@ -286,8 +276,8 @@ _CONTROL = re.compile(
 
 
 def clean(text: str) -> str:
-    """Normalise Unicode; remove control characters, white space at line ends and
-    repeated blank lines.
+    """Return a text in Unicode's normal form, without control characters, white space at
+    line ends and repeated blank lines.
     """
     text = unicodedata.normalize(
         "NFC", text.replace("\0lt", "<").replace("\0gt", ">").replace("\xa0", " ")
@@ -312,11 +302,10 @@ _CONVERTERS = {
 
 
 def documents_of(name: str, data: bytes) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a file's documents: one, or one per line of JSON lines.
+    """Yield (name, text) of the documents in a file: one document, or one per line of JSON
+    lines. Files of unknown formats have none.
 
-    Unknown formats have none.
-
-    The path of the file decides its format; ``.gz`` is unpacked.
+    The path of the file determines the format. ``.gz`` files are unpacked.
     """
     if name.endswith(".gz"):
         name = name.removesuffix(".gz")

@@ -1,11 +1,11 @@
-"""Measure the tokens per second of one rank's data stream, beside TorchTitan's own
-loader on the same files.
+"""Measure the tokens per second of one rank's data stream, and of TorchTitan's loader on
+the same files.
 
     python benchmarks/data.py            # tables
     python benchmarks/data.py --json     # only an object with "rows", "bounds" and "deep_resume"
 
-One process runs rank 0 of 64 and of 40 ranks, on 64 files: this is the speed of one
-rank with its own cores and files in the page cache. Texts have C4's mean length (2.2
+One process runs rank 0 of 64, 40 and 1 ranks, on 64 files. This is the speed of a rank
+that has its own cores, with the files in the page cache. Texts have C4's mean length (2.2
 kB) and spread. The rows "reading" use a tokenizer that takes no time.
 """
 
@@ -17,13 +17,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice, product
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
 from tokenizers import ByteLevelBPETokenizer
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
 
 from measuring import Printed, in_a_fresh_process, show
 from titan_disp.config.load import load_config
@@ -34,7 +37,13 @@ from titan_disp.data.loader import StreamLoader, open_stream
 from titan_disp.data.options import StreamOptions, default_threads
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
-from titan_disp.lab.sample import CARD, documents, train_tokenizer, write_sample
+from titan_disp.lab.sample import (
+    CARD,
+    documents,
+    train_tokenizer,
+    write_sample,
+    write_shard,
+)
 
 
 @dataclass
@@ -42,55 +51,39 @@ class Options(Printed):
     files: int = 64
     """Number of files of the corpus."""
     documents: int = 1500
-    """Documents per file, which have about 3.3 MB of text."""
+    """Documents per file: about 3.3 MB of text."""
     seq_len: int = 2048
     seconds: float = 4.0
     """Seconds for which each loader is measured in each round, after the first
     batch.
     """
     rounds: int = 3
-    """How many times the loaders take turns. The median counts."""
+    """Number of rounds, in which the loaders take turns. The median counts."""
     many_files: int = 1024
-    """Number of files in the rows with many slots; they are names for the same 64
-    files.
-    """
+    """Number of files in the rows with many slots: hard links to the 64 files."""
 
 
 def write_corpus(folder: Path, options: Options) -> None:
-    """Write the sample corpus's text with C4's layout and document lengths, and
-    tokenizers of both kinds.
+    """Write the sample corpus's text with C4's layout and document lengths, a tokenizer
+    of SentencePiece, and one of Hugging Face.
     """
     texts = [d["text"] for d in documents()]
     words = " ".join(texts).split(" ")
     rng = np.random.default_rng(0)
-    # A lognormal with a mean of 2.2 kB, most of it below 1.2 kB: about 370 words of 6
-    # characters.
-    lengths = (
-        rng.lognormal(
-            math.log(370) - 0.6, 1.1, (options.files, options.documents)
-        ).astype(int)
-        + 10
-    )
-    starts = rng.integers(0, len(words), lengths.shape)
+    # A lognormal distribution with a mean of 2.2 kB (about 370 words of 6 characters)
+    shape = (options.files, options.documents)
+    lengths = rng.lognormal(math.log(370) - 0.6, 1.1, shape).astype(int) + 10
+    starts = rng.integers(0, len(words), shape)
+    # so that a document may go on after the end
+    words += words[: lengths.max()]
     (folder / "en").mkdir()
     for f in range(options.files):
-        name = f"c4-train.{f:05d}-of-{options.files:05d}.json.gz"
-        with gzip.open(folder / "en" / name, "wt", compresslevel=6) as file:
-            for i, (start, length) in enumerate(
-                zip(starts[f], lengths[f], strict=True)
-            ):
-                text = " ".join(
-                    (words[start : start + length] * (1 + length // len(words)))[
-                        :length
-                    ]
-                )
-                url = f"https://www.example.org/{f}/{i}"
-                file.write(
-                    json.dumps(
-                        {"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": url}
-                    )
-                    + "\n"
-                )
+        places = zip(starts[f], lengths[f], strict=True)
+        documents_of_file = (words[start : start + length] for start, length in places)
+        write_shard(
+            folder / "en" / f"c4-train.{f:05d}-of-{options.files:05d}.json.gz",
+            ({"text": " ".join(document)} for document in documents_of_file),
+        )
     (folder / "README.md").write_text(
         CARD.replace(
             "  - split: validation\n    path: en/c4-validation.*.json.gz\n", ""
@@ -101,8 +94,7 @@ def write_corpus(folder: Path, options: Options) -> None:
         texts, vocab_size=2048, special_tokens=["<|endoftext|>"], show_progress=False
     )
     (folder / "spm").mkdir()
-    # There are no user-defined symbols, which gigatoken and SentencePiece treat
-    # differently.
+    # No user-defined symbols, because gigatoken and SentencePiece treat them differently
     (folder / "spm" / "spm.model").write_bytes(
         train_tokenizer(texts, 2048, user_defined_symbols=())
     )
@@ -132,38 +124,24 @@ class Free(BaseTokenizer):
         return 2
 
 
-def job_config(
-    folder: Path, tokenizer: str, seq_len: int, prefetch: int, *overrides: str
-):
-    return load_config(
-        [
-            *(
-                "--training.dataset",
-                "c4",
-                "--training.dataset_path",
-                str(folder),
-                "--training.local_batch_size",
-                "1",
-            ),
-            *("--training.seq_len", str(seq_len), "--model.hf_assets_path", tokenizer),
-            *(
-                "--stream.prefetch",
-                str(prefetch),
-                "--model.name",
-                "qwen3_disp",
-                "--model.flavor",
-                "nano",
-            ),
-            *overrides,
-        ]
+def job_config(folder: Path, tokenizer: str, seq_len: int) -> JobConfig:
+    """Return a config that reads C4's files in a folder, without a worker process."""
+    words = (
+        f"--training.dataset c4 --training.dataset_path {folder} "
+        f"--training.local_batch_size 1 --training.seq_len {seq_len} "
+        f"--stream.prefetch 0 --model.hf_assets_path {tokenizer} "
+        "--model.name qwen3_disp --model.flavor nano"
     )
+    return load_config(words.split())
 
 
-def ours(job, ranks: int, slots: int, tokenizer: BaseTokenizer) -> StreamLoader:
+def ours(
+    job: JobConfig, ranks: int, slots: int, tokenizer: BaseTokenizer
+) -> StreamLoader:
+    """Return our loader of rank 0. ``slots`` is the number of slots of all ranks."""
     job.stream.slots = slots
-    return open_stream(
-        job, list_files("c4", job.training.dataset_path), tokenizer, ranks, 0
-    )
+    files = list_files("c4", job.training.dataset_path)
+    return open_stream(job, files, tokenizer, dp_world_size=ranks, dp_rank=0)
 
 
 def read_by_this_process() -> int:
@@ -171,9 +149,9 @@ def read_by_this_process() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def measure(loader, options: Options) -> dict[str, float | None]:
-    """Measure tokens/s after the first batch, seconds to it, and (without a worker)
-    stored bytes read per token.
+def measure(loader: Any, options: Options) -> dict[str, float | None]:
+    """Return the seconds to the first batch, the tokens per second after it, and the
+    stored bytes that are read per token (None if a worker process reads them).
     """
     start = time.perf_counter()
     batches = iter(loader)
@@ -185,117 +163,130 @@ def measure(loader, options: Options) -> dict[str, float | None]:
     while time.perf_counter() - start < options.seconds:
         count += next(batches)[1].numel()
     seconds = time.perf_counter() - start
-    read = read_by_this_process() - read
-    if isinstance(loader, StreamLoader):
-        loader.close()
-    worker = isinstance(loader, StreamLoader) and loader.options.prefetch > 0
-    return {
+    result: dict[str, float | None] = {
         "tokens_per_second": count / seconds,
         "seconds_to_first_batch": first,
-        "bytes_read_per_token": None if worker else read / count,
+        "bytes_read_per_token": (read_by_this_process() - read) / count,
     }
+    if isinstance(loader, StreamLoader):
+        loader.close()
+        if loader.options.prefetch > 0:
+            result["bytes_read_per_token"] = None
+    return result
 
 
-def median(found: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    return sorted(found, key=lambda one: one[key])[len(found) // 2]
+def median(rounds: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Return the row whose number is the median."""
+    return sorted(rounds, key=itemgetter(key))[len(rounds) // 2]
+
+
+# The keys of [stream] in each case, by the name of the loader
+LOADERS: dict[str, dict[str, Any]] = {
+    "titan-disp": {"prefetch": 4},
+    "titan-disp, prefetch = 0": {},
+    "titan-disp, fast_tokenizer": {"prefetch": 4, "fast_tokenizer": True},
+    "titan-disp, fast_tokenizer, prefetch = 0": {"fast_tokenizer": True},
+    "TorchTitan": {},
+}
 
 
 def speed(
     folder: Path, tokenizers: dict[str, str], options: Options
 ) -> list[dict[str, Any]]:
+    """Return a row for each tokenizer, number of ranks and loader."""
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader as stock
 
     rows = []
-    for kind, path in tokenizers.items():
-        free = kind == "reading"
-        cases = {"titan-disp": (4, ()), "titan-disp, prefetch = 0": (0, ())}
-        if not free:
-            fast = ("--stream.fast_tokenizer",)
-            cases |= {
-                "titan-disp, fast_tokenizer": (4, fast),
-                "titan-disp, fast_tokenizer, prefetch = 0": (0, fast),
-            }
-        cases["TorchTitan"] = (0, ())
-        for ranks in (64, 40, 1):
-            measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-            for name, (prefetch, overrides) in [*cases.items()] * options.rounds:
-                job = job_config(folder, path, options.seq_len, prefetch, *overrides)
-                tokenizer = Free() if free else load_tokenizer(path)
-                stocks = name == "TorchTitan"
-                loader = (
-                    stock(ranks, 0, tokenizer, job)
-                    if stocks
-                    else ours(job, ranks, 2 * ranks, tokenizer)
-                )
-                measured[name].append(measure(loader, options))
-            medians = {
-                name: median(found, "tokens_per_second")
-                for name, found in measured.items()
-            }
-            for name, found in medians.items():
-                ratio = (
-                    found["tokens_per_second"]
-                    / medians["TorchTitan"]["tokens_per_second"]
-                )
-                row = {
-                    "loader": name,
-                    "tokenizer": kind,
+    for (name, path), ranks in product(tokenizers.items(), (64, 40, 1)):
+        is_free = name == "reading"
+        measured: dict[str, list[dict[str, Any]]] = {}
+        for loader_name, keys in [*LOADERS.items()] * options.rounds:
+            if is_free and "fast_tokenizer" in keys:
+                continue
+            job = job_config(folder, path, options.seq_len)
+            vars(job.stream).update(keys)
+            tokenizer = Free() if is_free else load_tokenizer(path)
+            loader: Any
+            if loader_name == "TorchTitan":
+                loader = stock(ranks, 0, tokenizer, job)
+            else:
+                loader = ours(job, ranks, 2 * ranks, tokenizer)
+            measured.setdefault(loader_name, []).append(measure(loader, options))
+        medians = {
+            loader_name: median(rounds, "tokens_per_second")
+            for loader_name, rounds in measured.items()
+        }
+        stock_speed = medians["TorchTitan"]["tokens_per_second"]
+        for loader_name, row in medians.items():
+            rows.append(
+                {
+                    "loader": loader_name,
+                    "tokenizer": name,
                     "files": options.files,
                     "ranks": ranks,
+                    "threads": default_threads(),
+                    **row,
+                    "ratio": row["tokens_per_second"] / stock_speed,
                 }
-                rows.append(
-                    {**row, "threads": default_threads(), **found, "ratio": ratio}
-                )
+            )
     return rows
 
 
-# slots, corpus, sequences of each slot, part of each file to skip first, limit of a
-# document in MB
+class Case(NamedTuple):
+    """A case of ``bounds``."""
+
+    slots: int
+    corpus: str  # the name of its folder
+    rounds: int = 1  # sequences of each slot
+    skipped: float = 0.0  # the part of each file that is skipped, as at a resume
+    max_mb: float = 16.0  # the limit of a document
+
+
 CASES = {
-    "2,048 slots": (2048, "many", 1, 0, 16.0),
-    "2,048 slots, resumed": (2048, "many", 1, 0.5, 16.0),
-    "16 slots": (16, "large", 8, 0, 16.0),
-    "16 slots, a document of 50 MB": (16, "large", 24, 0, 64.0),
+    "2,048 slots": Case(2048, "many"),
+    "2,048 slots, resumed": Case(2048, "many", skipped=0.5),
+    "16 slots": Case(16, "large", rounds=8),
+    "16 slots, a document of 50 MB": Case(16, "large", rounds=24, max_mb=64.0),
 }
 
 
-def bounds(case: str, folder: Path, options: Options) -> dict[str, Any]:
-    """Run all slots on one rank, in this process; measure memory, open files, and the
-    time to a sequence of every slot.
+def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
+    """Return the memory and the open files of all slots on one rank, in this process,
+    and the time to the last sequence.
     """
-    slots, source, rounds, part, max_mb = CASES[case]
-    job = job_config(folder / source, str(folder / "sample" / "tokenizer"), 2048, 0)
-    job.stream.max_document_mb = max_mb
-    loader = ours(job, 1, slots, load_tokenizer(job.model.hf_assets_path))
-    skip = int(part * options.documents)
-    # as at a resume
+    case = CASES[name]
+    tokenizer = folder / "sample" / "tokenizer"
+    job = job_config(folder / case.corpus, str(tokenizer), seq_len=2048)
+    job.stream.max_document_mb = case.max_mb
+    loader = ours(job, 1, case.slots, load_tokenizer(tokenizer))
+    skip = int(case.skipped * options.documents)
     loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip
     before = resident_bytes()
     start = time.perf_counter()
     batches = iter(loader)
     next(batches)
     first = time.perf_counter() - start
-    for _ in range(slots * rounds - 1):
+    sequences = case.slots * case.rounds
+    for _ in range(sequences - 1):
         next(batches)
     seconds = time.perf_counter() - start
-    fds = len(os.listdir("/proc/self/fd"))
+    open_files = len(os.listdir("/proc/self/fd"))
     loader.close()
-    found = {
-        "case": case,
-        "slots": slots,
+    return {
+        "case": name,
+        "slots": case.slots,
         "files": len(loader.files),
         "resumed_at_document": skip,
-    }
-    found |= {
         "seconds_to_first_batch": first,
         "seconds": seconds,
-        "sequences": slots * rounds,
+        "sequences": sequences,
+        "peak_bytes": high_water_mark() - before,
+        "open_files": open_files,
     }
-    return {**found, "peak_bytes": high_water_mark() - before, "open_files": fds}
 
 
 def link_many(files: Sequence[Path], folder: Path, count: int) -> None:
-    """Link a corpus under more names."""
+    """Create a folder of ``count`` hard links to the files."""
     folder.mkdir()
     for i in range(count):
         os.link(
@@ -304,51 +295,37 @@ def link_many(files: Sequence[Path], folder: Path, count: int) -> None:
 
 
 def write_large(folder: Path) -> None:
-    """Write sixteen files of 1,000 documents of 2 kB; one of them also has a document
-    of 50 MB near its beginning.
+    """Write sixteen files of 1,000 documents of 2 kB. In one file, a document near the
+    beginning has 50 MB.
 
-    The text of that document repeats, so that gzip stores it in few bytes. Slots have
-    equal shares of the stored bytes: if one file were many times larger than the
-    others, nearly all slots would share it and read it again and again.
+    The text of that document repeats, so that gzip stores it in few bytes. Each slot has
+    an equal share of the stored bytes: if one file were many times larger than the
+    others, nearly all slots would read that file again and again.
     """
     text = " ".join(d["text"] for d in documents())
     (folder / "large").mkdir()
     for i in range(16):
-        with gzip.open(
-            folder / "large" / f"{i:02d}.json.gz", "wt", compresslevel=1
-        ) as file:
-            for k in range(1000):
-                at = (1000 * i + k) * 997 % (len(text) - 2000)
-                document = (
-                    text[:1000] * ((50 << 20) // 1000)
-                    if i == 3 and k == 40
-                    else text[at : at + 2000]
-                )
-                file.write(json.dumps({"text": document}) + "\n")
+        places = (997 * k % (len(text) - 2000) for k in range(1000 * i, 1000 * (i + 1)))
+        texts = [text[place : place + 2000] for place in places]
+        if i == 3:
+            texts[40] = text[:1000] * ((50 << 20) // 1000)
+        records = ({"text": text} for text in texts)
+        write_shard(folder / "large" / f"{i:02d}.json.gz", records)
 
 
 def deep_resume(folder: Path) -> dict[str, float]:
-    """Return the seconds to the last document of one large gzip file, when all others
-    are skipped unparsed.
+    """Return the seconds to the last document of one large gzip file, if all other
+    documents are skipped without parsing.
     """
-    texts = [d["text"] for d in documents()]
+    texts = cycle(d["text"] for d in documents())
     path = folder / "deep" / "train.json.gz"
     path.parent.mkdir()
     count = 0
     size = 0
     with gzip.open(path, "wb", compresslevel=6) as file:
         while size < 300 << 20:
-            line = (
-                json.dumps(
-                    {
-                        "text": " ".join(
-                            texts[(count + k) % len(texts)] for k in range(3)
-                        )
-                    }
-                )
-                + "\n"
-            ).encode()
-            size += file.write(line)
+            text = " ".join(islice(texts, 3))
+            size += file.write(f"{json.dumps({'text': text})}\n".encode())
             count += 1
     (listed,) = list_files("c4", str(path.parent))
     start = time.perf_counter()
@@ -372,7 +349,7 @@ def main(options: Options) -> None:
         write_large(folder)
         write_sample(folder / "sample")
         names = {"SentencePiece": "spm", "Hugging Face": "hf", "reading": "hf"}
-        tokenizers = {kind: str(folder / name) for kind, name in names.items()}
+        tokenizers = {name: str(folder / path) for name, path in names.items()}
         rows = speed(folder, tokenizers, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
         deep = deep_resume(folder)

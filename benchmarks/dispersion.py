@@ -5,12 +5,14 @@ estimator.
     python benchmarks/dispersion.py --n 4096 --f 1024 --b 1 --json    # only an object with "rows"
 
 "naive" is plain autograd in the same dtype: normalise, one N×N product, clamp, arccos,
-mask, logsumexp. "floor" is only the matrix products that all pairs need, with nothing
-between them: 3 N²F FLOPs, for each tile above the diagonal once for the cosines and
-twice for the gradient. Times are the least of --repeat rounds in one process, in which
-the estimators take turns; on a GPU also per call of ten, between which the host does
-not wait, and of the kernels alone. Memory is the peak of a fresh process, minus what it
-held before the call: resident pages on a CPU, and the allocator's count on a GPU.
+mask, logsumexp. "floor" is only the matrix products of all pairs: 3 N²F FLOPs, as each
+tile above the diagonal has one product for the cosines and two for the gradient.
+
+Times are the least of --repeat rounds in one process, in which the estimators take turns.
+On a GPU, there is also the time per call of ten calls in a row, between which the host
+does not wait, and the time of the kernels alone. Memory is the peak of a call in a fresh
+process, minus the memory before the call: resident pages on a CPU, and the allocator's
+count on a GPU.
 """
 
 import math
@@ -24,6 +26,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 from torch.profiler import ProfilerActivity, profile
 
 from measuring import Printed, in_a_fresh_process, show
@@ -44,14 +47,14 @@ class Options(Printed):
     """Sequences."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     variant: str = "angular"
-    """Variant for exact, moments and sampled; naive and floor are always angular."""
+    """Variant of exact, moments and sampled. (naive and floor are always angular.)"""
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     repeat: int = 3
 
 
 def tokens(options: Options, n: int) -> Tensor:
-    """Return [B, N, F] with a common direction and a decaying spectrum, like the
+    """Return tokens [B, N, F] with a common direction and a decaying spectrum, like the
     activations of a model in training.
     """
     generator = torch.Generator().manual_seed(0)
@@ -62,6 +65,7 @@ def tokens(options: Options, n: int) -> Tensor:
 
 
 def naive(z: Tensor) -> Tensor:
+    """Return the angular loss [B] with plain autograd code."""
     n = z.shape[1]
     u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + 1e-2)
     d = torch.acos((u @ u.transpose(1, 2)).clamp(-0.75, 0.75)) / math.pi
@@ -72,6 +76,7 @@ def naive(z: Tensor) -> Tensor:
 
 
 def floor(z: Tensor) -> None:
+    """Compute the matrix products that the gradient of a loss of all pairs needs."""
     n = z.shape[1]
     tile = tile_size(n, z.shape[0], z.device.type)
     v = torch.zeros_like(z)
@@ -87,76 +92,84 @@ def floor(z: Tensor) -> None:
 
 
 def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
-    """Return a function of z that computes ∂(sum of losses)/∂z, or for floor None."""
+    """Return a function of z that returns ∂(sum of losses)/∂z, or None for floor."""
     if estimator == "floor":
-        return lambda z: floor(z)
-    loss = None if estimator == "naive" else DispersionLoss(options.variant, estimator)
+        return floor
+    loss: Callable[[Any], Tensor] = naive
+    if estimator != "naive":
+        loss = DispersionLoss(options.variant, estimator)
 
     def forward_and_backward(z: Tensor) -> Tensor:
-        z = z.detach().requires_grad_(True)
-        value = naive(z) if loss is None else loss([z])[0]
-        value.sum().backward()
-        assert z.grad is not None
-        return z.grad
+        z = z.detach().requires_grad_()
+        layers = z if loss is naive else [z]
+        (grad,) = torch.autograd.grad(loss(layers).sum(), z)
+        return grad
 
     return forward_and_backward
 
 
 def times(options: Options, n: int) -> dict[str, dict[str, float]]:
+    """Return the seconds of each estimator, by name of the estimator and of the time."""
     z = tokens(options, n)
     synchronize = torch.get_device_module(options.device).synchronize
     calls = {name: call(name, options) for name in options.estimators}
-    in_a_row = {"seconds": 1} | (
-        {"seconds_in_a_row": 10} if options.device == "cuda" else {}
-    )
+    in_a_row = {"seconds": 1}
+    if options.device == "cuda":
+        in_a_row["seconds_in_a_row"] = 10
     best = {name: dict.fromkeys(in_a_row, math.inf) for name in calls}
     for round_ in range(options.repeat + 1):  # the first call warms up
-        for (name, function), (what, count) in product(calls.items(), in_a_row.items()):
+        for (name, function), (key, count) in product(calls.items(), in_a_row.items()):
             synchronize()
             start = time.perf_counter()
             for _ in range(count):
                 function(z)
             synchronize()
+            seconds = (time.perf_counter() - start) / count
             if round_:
-                best[name][what] = min(
-                    best[name][what], (time.perf_counter() - start) / count
-                )
+                best[name][key] = min(best[name][key], seconds)
     if options.device == "cuda":
         for name, function in calls.items():
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 function(z)
                 synchronize()
+            events = profiler.key_averages()
             best[name]["kernel_seconds"] = (
-                sum(e.self_device_time_total for e in profiler.key_averages()) / 1e6
+                sum(event.self_device_time_total for event in events) / 1e6
             )
     return best
 
 
 def agreement(options: Options, n: int) -> dict[str, dict[str, float]]:
-    """Return the cosine of each gradient with the exact one, and its relative error."""
+    """Return the cosine of each estimator's gradient with the exact gradient, and the
+    relative error.
+    """
     z = tokens(options, n)
-    exact = call("exact", options)(z).double().flatten()
-    found = {}
+
+    def gradient(name: str) -> Tensor:
+        grad = call(name, options)(z)
+        assert grad is not None
+        return grad.double().flatten()
+
+    exact = gradient("exact")
+    numbers = {}
     for name in set(options.estimators) - {"floor", "exact"}:
-        grad = call(name, options)(z).double().flatten()
-        found[name] = {
-            "gradient_cosine": torch.nn.functional.cosine_similarity(
-                grad, exact, dim=0
-            ).item(),
+        grad = gradient(name)
+        numbers[name] = {
+            "gradient_cosine": cosine_similarity(grad, exact, dim=0).item(),
             "gradient_relative_error": ((grad - exact).norm() / exact.norm()).item(),
         }
-    return found
+    return numbers
 
 
 def peak_bytes(options: Options, n: int, estimator: str) -> int:
-    """Return the peak memory of one call in this process minus what was held before,
-    after a call on little data.
+    """Return the peak memory of one call in this process, minus the memory before the
+    call.
     """
     function = call(estimator, options)
     function(tokens(options, 32))  # allocates thread pools and the kernels' workspaces
     z = tokens(options, n)
     if options.device == "cuda":
-        function(z)  # compiling and tuning for this shape takes memory of its own
+        function(z)  # compiling and tuning for this shape takes memory too
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -170,7 +183,8 @@ def peak_bytes(options: Options, n: int, estimator: str) -> int:
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    found = []
+    """Return a row for each length and estimator."""
+    table = []
     for n in options.n:
         seconds = times(options, n)
         closeness = agreement(options, n)
@@ -181,20 +195,16 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 "f": options.f,
                 "b": options.b,
                 "dtype": options.dtype,
-            }
-            row |= {
                 "variant": options.variant,
                 "device": options.device,
                 **seconds[name],
+                "peak_bytes": in_a_fresh_process(peak_bytes, options, n, name),
+                **closeness.get(name, {}),
             }
-            row["peak_bytes"] = in_a_fresh_process(peak_bytes, options, n, name)
-            row["ratio_to_exact"] = (
-                row["seconds"] / seconds["exact"]["seconds"]
-                if "exact" in seconds
-                else None
-            )
-            found.append({**row, **closeness.get(name, {})})
-    return found
+            if "exact" in seconds:
+                row["ratio_to_exact"] = row["seconds"] / seconds["exact"]["seconds"]
+            table.append(row)
+    return table
 
 
 def main(options: Options) -> None:

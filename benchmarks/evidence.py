@@ -1,13 +1,12 @@
-"""Recompute every number of docs/evidence.md, and of the paragraph about it in
-README.md, from docs/evidence.jsonl, which has a row for each run of the experiments of
+"""Check every number of docs/evidence.md, and of the paragraph about it in README.md,
+against docs/evidence.jsonl, which has a row for each run of the experiments of
 docs/evidence_design.md.
 
-    python -m benchmarks.evidence    # lists what differs; the exit status is then 1
+    python -m benchmarks.evidence    # lists differences; the exit status is then 1
 
-The pages are written by hand. A phrase ties a number on them to its computation: the
-number with the words around it, formatted from the rows. The check fails if a phrase is
-not on its page, and if a number is left on the page when all phrases are taken out.
-Only ``SETTINGS`` may stand there uncomputed.
+The pages are written by hand. This program computes phrases: numbers with the words
+around them, as they must be on the pages. The check fails if a phrase is not on its page,
+or if a page has a number outside of all phrases and of ``SETTINGS``.
 """
 
 import re
@@ -40,14 +39,16 @@ from titan_disp.lab.statistics import holm
 
 PAGE = "docs/evidence.md"
 README = "README.md"
-LOW_RATES = (0.001, 0.002)  # of the first experiment's tuning
+# Learning rates in the first experiment's tuning
+LOW_RATES = (0.001, 0.002)
 RATES = (*LOW_RATES, 0.004, 0.008, 0.016)
-CURVES = tuple(product((0.05, 0.2), (0, 1)))  # its warm-ups, and places of its seeds
+# The tuning's warm-ups, and the indices of its seeds
+CURVES = tuple(product((0.05, 0.2), (0, 1)))
 WIDTHS = (16, 192, 768)
-# The six comparisons of the first experiment over which Holm's method adjusts p
+# The first experiment's six comparisons, whose p values Holm's method adjusts
 OTHERS = ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
 FAMILY = (("main", "on"), ("width", "on"), *(("main", name) for name in OTHERS))
-# What may stand on a page without a computation: what was run, what others report, names
+# Numbers that are not computed: settings of the experiments, results of others, names
 SETTINGS = {
     PAGE: """
         Qwen3 of 0.4 M parameters; 2.5 M tokens; 600 steps; 2,400 steps; 12 layers
@@ -64,10 +65,11 @@ NUMBER = (
 
 
 def power(effect: float, deviation: float, level: float, seeds: int = 8) -> float:
-    """Return how often the sign-flip test's p is below the level and Student's 95 %
-    interval excludes 0, in 20,000 simulated experiments with a true effect.
+    """Return the fraction of 20,000 simulated experiments in which the p value of the
+    sign-flip test is below the level and Student's 95 % interval excludes 0.
 
-    ``deviation`` is the differences' standard deviation over the seeds.
+    ``effect`` is the true mean of the differences, and ``deviation`` their standard
+    deviation over the seeds.
     """
     draws = np.random.default_rng(0).normal(effect, deviation, (20_000, seeds))
     excluded = stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
@@ -86,7 +88,7 @@ def tuning_curves(runs: Runs) -> np.ndarray:
 
 
 def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:
-    """Return by loss the change of the blocks' cosine and of cross-entropy, means over
+    """Return the changes of the blocks' cosine and of cross-entropy, by loss: means over
     the seeds of the part "losses".
     """
     keys = [("widths", "on-192"), *(key for key in runs.rows if key[0] == "losses")]
@@ -101,7 +103,7 @@ def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:
 
 
 def comparisons(runs: Runs) -> dict[str, np.ndarray]:
-    """Return on − off in the cross-entropy of test text, by the page's names."""
+    """Return on − off [seeds] in the cross-entropy of test text, by the page's names."""
     off, again = (runs.values(part, "off") for part in ("main", "restored"))
     on = runs.values("main", "on")
     new = [runs.on_off(part, "-192") for part in ("widths", "widths-again")]
@@ -120,8 +122,8 @@ def comparisons(runs: Runs) -> dict[str, np.ndarray]:
 
 
 def change_over_widths(runs: Runs) -> np.ndarray:
-    """Return the second experiment's outcome, [seeds]: the change of on − off from the
-    narrowest to the widest MLP, on a line over the logarithm of the width.
+    """Return the second experiment's outcome [seeds]: the change of on − off from the
+    narrowest to the widest MLP, on a straight line fitted over the logarithm of the width.
     """
     pairs = np.array([runs.on_off("widths", f"-{width}") for width in WIDTHS])
     return polyfit(np.log(WIDTHS), pairs, 1)[1] * np.log(WIDTHS[-1] / WIDTHS[0])
@@ -132,14 +134,14 @@ def percent(fraction: float) -> str:
 
 
 def phrases(runs: Runs) -> Iterator[tuple[str, str]]:
-    """Yield a page's name with each phrase that has numbers of the runs."""
+    """Yield each computed phrase, after the name of its page."""
     table = comparisons(runs)
-    first, again, both, new, *_ = table.values()
+    first, again, mean_of_two, new, *_ = table.values()
     low, high = interval(new)
     bounds = "{:.4f} to {:.4f}".format
     yield README, f"by {first.mean():.4f} nats"
     yield README, f"interval {bounds(*interval(first))}, {len(first)} seeds"
-    yield README, f"(p {sign_flip(both):.2f})"
+    yield README, f"(p {sign_flip(mean_of_two):.2f})"
     yield README, f"by {new.mean():.4f} ({bounds(low, high)}, {len(new)} seeds)"
     yield README, f"more than {-low:.4f} nats"
     for name, row in table.items():
@@ -148,23 +150,27 @@ def phrases(runs: Runs) -> Iterator[tuple[str, str]]:
     yield PAGE, f"is {new.mean():+.4f} nats (95 % interval {ends(new)})"
     yield PAGE, f"a gain of more than {-low:.4f} nats"
     yield PAGE, f"is {ends(new, 0.9)} over the {len(new)} seeds"
-    yield PAGE, f"(p {sign_flip(again):.2f} and {sign_flip(both):.2f})"
+    yield PAGE, f"(p {sign_flip(again):.2f} and {sign_flip(mean_of_two):.2f})"
     yield from of_the_rules(runs, float(new.std(ddof=1)))
     yield from of_post_hoc(runs)
     yield from of_the_models(runs)
 
 
 def of_the_rules(runs: Runs, deviation: float) -> Iterator[tuple[str, str]]:
-    """Yield phrases about what the two designs' rules say, and how often they see an
-    effect if differences have this standard deviation over the seeds.
+    """Yield phrases about the results of both designs' rules, and about their power if
+    differences have this standard deviation over the seeds.
     """
-    pairs = [paired(runs.values(*key), runs.values(key[0], "off")) for key in FAMILY]
-    main_p, width_p, *_ = holm([float(sign_flip(one)) for one in pairs])
+    main_p, width_p, *_ = holm(
+        [
+            float(sign_flip(paired(runs.values(*key), runs.values(key[0], "off"))))
+            for key in FAMILY
+        ]
+    )
     yield PAGE, f"(p {main_p:.3f} after Holm)"
     yield PAGE, f"(p {width_p:.2f} after Holm)"
     widths = change_over_widths(runs)
     yield PAGE, f"changes by {widths.mean():+.4f} ({ends(widths)})"
-    # Holm's smallest p is below 0.05 if the test's is below 0.05 / 6
+    # Holm's smallest p value is below 0.05 if the test's p value is below 0.05 / 6.
     gain = power(0.02, deviation, 0.05 / len(FAMILY))
     yield PAGE, f"a gain of 0.02 in {percent(gain)} of cases"
     change = power(0.03, float(widths.std(ddof=1)), 0.05)
@@ -172,7 +178,7 @@ def of_the_rules(runs: Runs, deviation: float) -> Iterator[tuple[str, str]]:
 
 
 def of_post_hoc(runs: Runs) -> Iterator[tuple[str, str]]:
-    """Yield phrases about what was noticed after the runs."""
+    """Yield phrases about findings that were not planned before the runs."""
     curves = tuning_curves(runs)
     lowest = curves[:, : len(LOW_RATES)]
     slopes = polyfit(np.log2(RATES), curves.T, 1)[1]
@@ -218,7 +224,9 @@ def of_the_models(runs: Runs) -> Iterator[tuple[str, str]]:
 
 
 def problems(page: str, text: str, expected: Sequence[str]) -> Iterator[str]:
-    """Yield the phrases that a page lacks, and what is left on it with a number."""
+    """Yield a message for each phrase that a page lacks, and for each number on the page
+    outside of all phrases and settings.
+    """
     rest = " ".join(text.split())
     for phrase in expected:
         if phrase not in rest:
@@ -237,13 +245,12 @@ def main() -> None:
         r"^\*\*Does it help\?.*?\n\n", texts[README], re.M | re.S
     )
     computed = list(phrases(read_runs()))
-    wrong = [
-        problem
-        for page, text in texts.items()
-        for problem in problems(page, text, [one for of, one in computed if of == page])
-    ]
-    if wrong:
-        raise SystemExit("\n".join(wrong))
+    messages: list[str] = []
+    for page, text in texts.items():
+        expected = [phrase for name, phrase in computed if name == page]
+        messages += problems(page, text, expected)
+    if messages:
+        raise SystemExit("\n".join(messages))
     print(f"all numbers agree ({len(computed)} phrases)")
 
 

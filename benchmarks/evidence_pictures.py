@@ -1,17 +1,17 @@
-"""Draw the pictures of docs/evidence.md, and write docs/evidence.csv, which has every
-condition of the experiments.
+"""Draw the pictures of docs/evidence.md, and write docs/evidence.csv, which has all
+conditions of the experiments.
 
     python -m benchmarks.evidence_pictures
 
-A row of the table is one number of a condition: its mean over the seeds, and its
-difference to the baseline with the same seeds, with Student's 95 % interval and p of
-the sign-flip test, which is not adjusted.
+Each row of the table has one number of a condition: the mean over the seeds, and the
+difference to the baseline over the same seeds, with Student's 95 % interval and the p
+value of the sign-flip test, which is not adjusted.
 """
 
-from collections.abc import Mapping
+from operator import methodcaller
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from benchmarks.evidence import (
     CURVES,
@@ -54,7 +54,7 @@ HEADER = [
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """Return all numbers of a run by name."""
+    """Return all numbers of a run, by name."""
     content = {}
     for text, scores in row["numbers"].items():
         for name in ("cross_entropy", "accuracy", "last_word"):
@@ -71,7 +71,7 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def baseline_of(part: str, condition: str) -> Key:
-    """Return the condition that a condition is compared with, which may be itself."""
+    """Return the baseline of a condition. A baseline's baseline is the condition itself."""
     if part in ("noise", "restored"):
         return "main", "off"
     if part == "losses":
@@ -83,35 +83,28 @@ def baseline_of(part: str, condition: str) -> Key:
 
 def table(runs: Runs) -> str:
     """Return the content of docs/evidence.csv."""
-    content = {
-        key: {seed: numbers(row) for seed, row in sorted(by_seed.items())}
-        for key, by_seed in sorted(runs.rows.items())
-    }
+    content = Runs([])
+    for key, by_seed in sorted(runs.rows.items()):
+        content.rows[key] = {seed: numbers(row) for seed, row in by_seed.items()}
     rows = [HEADER]
-    for key, of_seeds in content.items():
+    for key, of_seeds in content.rows.items():
         baseline = baseline_of(*key)
-        others = content.get(baseline, {})  # off was not run at some rates
         for name in of_seeds[min(of_seeds)]:
-            values = with_number(of_seeds, name)
+            number = methodcaller("get", name)
+            values = content.values(*key, number)
             row = [*key, name, str(len(values)), f"{np.mean([*values.values()]):.5f}"]
-            differences = paired(values, with_number(others, name))
-            if key == baseline or len(differences) == 0:
-                rows.append([*row, *[""] * 6])
-            else:
-                rows.append([*row, " ".join(baseline), *compared(differences)])
+            cells = [""] * 6
+            # off was not run at some rates.
+            if key != baseline and baseline in content.rows:
+                differences = paired(values, content.values(*baseline, number))
+                if len(differences) > 0:
+                    cells = [" ".join(baseline), *compared(differences)]
+            rows.append([*row, *cells])
     return csv_text(rows).replace("\r\n", "\n")
 
 
-def with_number(
-    of_seeds: Mapping[int, Mapping[str, float | None]], name: str
-) -> dict[int, float]:
-    """Return a number by seed, of the runs that have it."""
-    known = {seed: numbers.get(name) for seed, numbers in of_seeds.items()}
-    return {seed: number for seed, number in known.items() if number is not None}
-
-
 def compared(differences: np.ndarray) -> list[str]:
-    """Return the cells from "pairs" to "p". A single pair has no interval and no p."""
+    """Return the cells from "pairs" to "p". With one pair, interval and p are empty."""
     cells = [str(len(differences)), f"{differences.mean():.5f}"]
     if len(differences) == 1:
         return [*cells, "", "", ""]
@@ -119,10 +112,17 @@ def compared(differences: np.ndarray) -> list[str]:
     return [*cells, *(f"{number:.5f}" for number in test)]
 
 
-def rates(runs: Runs) -> Figure:
+def panel(height: float, label: str) -> Axes:
+    """Return empty axes as wide as the page, with a label of the x axis."""
+    axes = new_figure(8, height).subplots()
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3)
+    return axes
+
+
+def rates(runs: Runs) -> Axes:
     """Draw the tuning's on − off over the learning rate: the curves and their mean."""
-    figure = new_figure(8, 3.6)
-    axes = figure.subplots()
+    axes = panel(3.6, "learning rate of both")
     curves = tuning_curves(runs)
     names = [f"warm-up {warmup:.0%}, seed {101 + place}" for warmup, place in CURVES]
     for curve, name, color in zip(curves, names, OKABE_ITO, strict=False):
@@ -131,36 +131,33 @@ def rates(runs: Runs) -> Figure:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-    axes.set_xlabel("learning rate of both")
     axes.set_ylabel("on − off, development\ncross-entropy (nats)")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    return figure
+    return axes
 
 
-def losses(runs: Runs) -> Figure:
-    """Draw the change of cross-entropy over that of the cosine, a dot for each loss."""
-    figure = new_figure(8, 3.6)
-    axes = figure.subplots()
+def losses(runs: Runs) -> Axes:
+    """Draw the change of cross-entropy over the change of the cosine, a dot per loss."""
+    axes = panel(3.6, "mean cosine of the blocks, minus off's")
     for name, change in changes_by_loss(runs).items():
         axes.plot(*change, "o", color=OKABE_ITO[0])
-        label = "angular" if name == "on-192" else name.removesuffix("-192")
-        below = label == "angular"  # beside l2_repel
-        offset = (4, -12 if below else 4)
+        label = name.removesuffix("-192")
+        offset = (4, 4)
+        if label == "on":
+            label = "angular"
+            offset = (4, -12)  # below the dot: l2_repel is beside it
         axes.annotate(label, change, offset, textcoords="offset points", fontsize=8)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("mean cosine of the blocks, minus off's")
     axes.set_ylabel("test cross-entropy,\nminus off's (nats)")
-    axes.grid(alpha=0.3)
     axes.margins(x=0.12)
-    return figure
+    return axes
 
 
-def differences(runs: Runs) -> Figure:
-    """Draw the page's table: a dot for each seed, and the mean in its interval."""
+def differences(runs: Runs) -> Axes:
+    """Draw the page's table: a dot for each seed, and the mean with its interval."""
     rows = comparisons(runs)
-    figure = new_figure(8, 0.34 * len(rows) + 1)
-    axes = figure.subplots()
+    label = "on − off, test cross-entropy (nats; right of 0, dispersion is worse)"
+    axes = panel(0.34 * len(rows) + 1, label)
     for place, by_seed in enumerate(rows.values()):
         low, high = interval(by_seed)
         mean = by_seed.mean()
@@ -173,18 +170,16 @@ def differences(runs: Runs) -> Figure:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(
-        "on − off, test cross-entropy (nats; right of 0, dispersion is worse)"
-    )
-    axes.grid(alpha=0.3)
-    return figure
+    return axes
 
 
 def main() -> None:
     runs = read_runs()
     (DOCS / "evidence.csv").write_text(table(runs))
     for draw in (rates, losses, differences):
-        draw(runs).savefig(DOCS / f"evidence_{draw.__name__}.png", dpi=120)
+        figure = draw(runs).get_figure(root=True)
+        assert figure is not None
+        figure.savefig(DOCS / f"evidence_{draw.__name__}.png", dpi=120)
 
 
 if __name__ == "__main__":

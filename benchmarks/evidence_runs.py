@@ -1,9 +1,8 @@
-"""Read the runs of docs/evidence.jsonl, and numbers of them.
+"""The runs in docs/evidence.jsonl, and functions that compute numbers from them.
 
-benchmarks/evidence.py checks the page with these, and evidence_pictures.py draws them.
+benchmarks/evidence.py checks the page's numbers, and evidence_pictures.py draws them.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from scipy import stats
+
+from titan_disp.run.reader import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,12 +30,14 @@ def development_loss(row: Row) -> float | None:
 
 
 def new_text_loss(row: Row) -> float | None:
-    """Return the cross-entropy of the text that was held back for mid-training."""
+    """Return the cross-entropy of the held-back text, for models after mid-training."""
     return loss(row, "new_test")
 
 
 def last_word(row: Row) -> float:
-    """Return the fraction of test paragraphs whose last word greedy decoding gets."""
+    """Return the fraction of test paragraphs whose last word is right, by greedy
+    decoding.
+    """
     return row["numbers"]["test"]["last_word"]
 
 
@@ -44,28 +47,29 @@ def blocks_cosine(row: Row, text: str = "test") -> float:
 
 
 def depth_order(row: Row) -> float:
+    """Return the Spearman correlation of the test text's mean cosines with depth."""
     return order_of(row["numbers"]["test"]["mean_cosine"])
 
 
 def order_of(mean_cosine: Sequence[float]) -> float:
-    """Return the paper's Spearman's ρ with depth of the mean cosines by layer.
+    """Return the Spearman correlation of mean cosines with depth, as in the paper.
 
-    The last block counts after the final norm.
+    ``mean_cosine`` has a number per layer. The last block counts after the final norm.
     """
     _, *blocks, _, last = mean_cosine
     return float(stats.spearmanr(range(len(blocks) + 1), [*blocks, last]).statistic)
 
 
 def seconds(row: Row) -> float:
-    """Return the time by the clock from the start to the end of training."""
+    """Return the wall-clock time of training."""
     return sum(row["history"]["seconds"].values())
 
 
 class Runs:
-    """The runs that have finished, by part, condition and seed.
+    """The finished runs, by part, condition and seed.
 
-    Of several tries of a run, the last one counts. Main's off models that were trained
-    again are the condition "off" of the part "restored".
+    If a run was tried several times, the last finished try counts. The models of ("main",
+    "off") that were trained again are the condition ("restored", "off").
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -78,44 +82,47 @@ class Runs:
                 self.rows.setdefault(key, {})[row["seed"]] = row
 
     def values(self, part: str, condition: str, value: Value = loss) -> dict[int, Any]:
-        """Return a number by seed, of the runs that have it."""
+        """Return a number of a condition's runs, by seed. Runs without it are left out."""
         rows = sorted(self.rows[part, condition].items())
         numbers = {seed: value(row) for seed, row in rows}
-        return {seed: one for seed, one in numbers.items() if one is not None}
+        return {seed: x for seed, x in numbers.items() if x is not None}
 
     def mean(self, part: str, condition: str, value: Value = loss) -> float:
+        """Return the mean of a number over the seeds."""
         return float(np.mean([*self.values(part, condition, value).values()]))
 
     def on_off(self, part: str, end: str = "", value: Value = loss) -> np.ndarray:
-        """Return on − off by seed, [pairs], of conditions with this end."""
+        """Return on − off [pairs] of the conditions "on…" and "off…" with this end."""
         states = (f"on{end}", f"off{end}")
         return paired(*(self.values(part, state, value) for state in states))
 
 
 def read_runs() -> Runs:
-    text = (ROOT / "docs" / "evidence.jsonl").read_text()
-    return Runs([json.loads(line) for line in text.splitlines()])
+    """Return the recorded runs."""
+    return Runs(read_json_lines(ROOT / "docs" / "evidence.jsonl"))
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> np.ndarray:
-    """Return the differences of the seeds that both have, [pairs]."""
+    """Return values − baseline [pairs], for the seeds that both have."""
     return np.array(
         [values[seed] - baseline[seed] for seed in values if seed in baseline]
     )
 
 
 def interval(differences: np.ndarray, level: float = 0.95) -> tuple[Any, Any]:
-    """Return the ends of Student's interval of the mean of differences, [..., seeds]."""
-    n = differences.shape[-1]
-    mean = differences.mean(-1)
-    half = stats.sem(differences, axis=-1) * stats.t.ppf((1 + level) / 2, n - 1)
-    return mean - half, mean + half
+    """Return both ends of Student's interval of the mean, [...], given differences [...,
+    seeds].
+    """
+    test = stats.ttest_1samp(differences, 0, axis=-1)
+    return test.confidence_interval(level)
 
 
 def sign_flip(differences: np.ndarray) -> np.ndarray:
-    """Return the two-sided p of the sign-flip test of differences, [..., seeds].
+    """Return the two-sided p value of the sign-flip test, [...], given differences [...,
+    seeds].
 
-    It is the fraction of all patterns of signs whose sum is at least as far from 0.
+    It is the fraction of all sign patterns whose sum is at least as far from 0.
+    (``titan_disp.lab.statistics.sign_flip_p`` is too slow for simulated experiments.)
     """
     signs = np.array(list(product((-1, 1), repeat=differences.shape[-1])))
     distance = abs(differences.sum(-1, keepdims=True))
@@ -123,4 +130,5 @@ def sign_flip(differences: np.ndarray) -> np.ndarray:
 
 
 def ends(differences: np.ndarray, level: float = 0.95) -> str:
+    """Return the interval as text."""
     return " … ".join(f"{end:+.4f}" for end in interval(differences, level))

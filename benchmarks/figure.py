@@ -1,13 +1,13 @@
-"""Show how embeddings collapse and are released while a small model trains on a CPU,
-with dispersion off and on.
+"""Show how embeddings condense and spread again while a small model trains on a CPU, with
+dispersion off and on.
 
     make figure                                # docs/condensation.png and .json, and a section of docs/measurements.md
     python -m benchmarks.figure --seeds 1 --steps 100 --docs outputs/try
 
-A sweep trains the nano model twice for each seed, with the same initial weights and
-data, and with dispersion off and on (λ = 0.1). A complete run is not trained again, and
-an interrupted one resumes. Each run measures held-out sequences while it trains. At the
-end, condensation and cross-entropy are measured on more of the validation split.
+A sweep trains the nano model twice for each seed, with dispersion off and on (λ = 0.1),
+from the same initial weights and on the same data. Complete runs are not trained again,
+and interrupted runs resume. Each run measures held-out sequences while it trains. After
+training, condensation and cross-entropy are measured on more of the validation split.
 """
 
 import json
@@ -15,6 +15,9 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,8 @@ PAGE = ROOT / "docs" / "measurements.md"
 MARKER = "<!-- make figure writes what follows -->\n"
 STATES = ("off", "on")
 COEFF = 0.1  # λ
-BATCH = 16  # sequences whose logits are in memory together
-# the sample corpus is the documentation of this version
+BATCH = 16  # number of sequences whose logits are in memory at a time
+# The sample corpus is the documentation of this version of Python.
 PYTHON = ".".join(platform.python_version_tuple()[:2])
 
 
@@ -64,35 +67,35 @@ class Options:
     nproc: int = 2
     """Number of ranks that train."""
     sequences: int = 64
-    """Sequences to measure on after training. They have 256 tokens, as in training."""
+    """Sequences for the measurement after training, of 256 tokens as in training."""
     runs: Path = Path("outputs/figure")
     data: Path = Path("data/sample")
-    """Folder that titan-disp sample-data has written."""
+    """The sample corpus, written by titan-disp sample-data."""
     docs: Path = Path("docs")
 
 
 def train(options: Options) -> dict[str, list[Path]]:
-    """Train all runs to their ends, and return their folders by state, in the order of
-    the seeds.
+    """Train all runs to the end, and return their folders in the order of the seeds, by
+    state (off, on).
     """
     sweep = Sweep(
-        str(ROOT / "train_configs" / "demo_cpu.toml"),
-        options.runs / f"steps-{options.steps}",
-        (
+        config=str(ROOT / "train_configs" / "demo_cpu.toml"),
+        folder=options.runs / f"steps-{options.steps}",
+        overrides=(
             f"--training.steps={options.steps}",
             f"--training.dataset_path={options.data}",
             f"--model.hf_assets_path={options.data / 'tokenizer'}",
             f"--dispersion.coeff={COEFF}",
         ),
-        (
+        listed=(
             Listed("off", ("--dispersion.no-enabled",)),
             Listed("on", ("--dispersion.enabled",)),
         ),
-        (Axis(("debug.seed", "stream.seed"), options.seeds),),
+        axes=(Axis(("debug.seed", "stream.seed"), options.seeds),),
     )
-    results = run(sweep, nproc=options.nproc)
-    if any(result.outcome != "finished" for result in results):
-        raise SystemExit("\n".join(summary(results)))
+    outcomes = run(sweep, nproc=options.nproc)
+    if any(result.outcome != "finished" for result in outcomes):
+        raise SystemExit("\n".join(summary(outcomes)))
     return {
         state: [point.folder for point in points(sweep) if point.condition == state]
         for state in STATES
@@ -100,25 +103,22 @@ def train(options: Options) -> dict[str, list[Path]]:
 
 
 def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Measurement:
-    """Measure the newest checkpoint on the validation split."""
+    """Return the measurement of a run's newest checkpoint on the validation split."""
     ((name, target),) = find_targets(
         [str(run)], all_steps=False, tokenizer=None
     ).items()
     tokens = cut_sequences(
         texts, target.encode, options.sequences, target.max_tokens or 0
     )
-    found = measure(
-        name,
-        target.load(torch.device("cpu"), "float32"),
-        tokens,
-        CondensationOptions((), run),
-    )
-    return replace(found, cross_entropy=mean_loss(load_model(find_saved(run)), tokens))
+    model = target.load(torch.device("cpu"), "float32")
+    measurement = measure(name, model, tokens, CondensationOptions((), run))
+    loss = mean_loss(load_model(find_saved(run)), tokens)
+    return replace(measurement, cross_entropy=loss)
 
 
 @torch.no_grad()
 def mean_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
-    """Return the mean cross-entropy of the next token, in nats, of ids, [B, T]."""
+    """Return the mean cross-entropy of the next token in nats, given token ids [B, T]."""
     losses = [
         cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
         for ids in sequences.split(BATCH)
@@ -131,90 +131,84 @@ def results(
     after: Mapping[str, Sequence[Measurement]],
     seeds: Sequence[int],
 ) -> dict:
-    """Return all numbers of the page, for JSON: of the runs by state and seed, and of
-    their last checkpoints.
+    """Return all numbers of the page, for JSON.
+
+    ``runs`` and ``after`` have each state's runs, and measurements of their last
+    checkpoints, in the order of the seeds.
     """
     first = runs["off"][0]
     settings = first.settings
-    measured = next(iter(first.condensation.values()))
+    during = next(iter(first.condensation.values()))
+    last = after["off"][0]
+    while_training: dict[str, Any] = {
+        "interval": settings["condensation.interval"],
+        "sequences": during.sequences,
+        "tokens": during.tokens,
+        "steps": list(first.condensation),
+    }
+    after_training: dict[str, Any] = {
+        "sequences": last.sequences,
+        "tokens": last.tokens,
+    }
+    ranks = set()
+    for state in STATES:
+        while_training[state] = [_over_time(run) for run in runs[state]]
+        after_training[state] = [
+            {**result.to_json(), "mean_cosine_of": result.by_part()["mean_cosine"]}
+            for result in after[state]
+        ]
+        ranks |= {run.environment["world_size"] for run in runs[state]}
     return {
         "model": {
             "flavor": settings["model.flavor"],
             "parameters": first.parameters,
-            "blocks": measured.last_block,
+            "blocks": during.last_block,
         },
         "steps": settings["training.steps"],
         "tokens_per_step": round(first.tokens_per_step),
         "epochs": first.rows[-1]["data"]["epochs_read"],
-        "ranks": sorted(
-            {
-                run.environment["world_size"]
-                for of_state in runs.values()
-                for run in of_state
-            }
-        ),
+        "ranks": sorted(ranks),
         "coeff": COEFF,
         "python": PYTHON,
         "seeds": list(seeds),
-        "while_training": {
-            "interval": settings["condensation.interval"],
-            "sequences": measured.sequences,
-            "tokens": measured.tokens,
-            "steps": list(first.condensation),
-            **{
-                state: [_over_time(run) for run in of_state]
-                for state, of_state in runs.items()
-            },
-        },
-        "after_training": {
-            "sequences": after["off"][0].sequences,
-            "tokens": after["off"][0].tokens,
-            **{
-                state: [
-                    {**one.to_json(), "mean_cosine_of": one.by_part()["mean_cosine"]}
-                    for one in of_state
-                ]
-                for state, of_state in after.items()
-            },
-        },
+        "while_training": while_training,
+        "after_training": after_training,
     }
 
 
 def _over_time(run: RunRecord) -> dict[str, Any]:
-    """Return mean cosine of all blocks and of every layer, and cross-entropy, by
-    measurement in the order of steps.
+    """Return the mean cosine of all blocks and of every layer, and the cross-entropy:
+    lists with an entry per measurement, in the order of steps.
     """
-    found = run.condensation.values()
+    measurements = run.condensation.values()
     return {
-        "blocks": [blocks_mean(one) for one in found],
-        "mean_cosine": [one.mean_cosine.tolist() for one in found],
-        "cross_entropy": [one.cross_entropy for one in found],
+        "blocks": list(map(blocks_mean, measurements)),
+        "mean_cosine": [m.mean_cosine.tolist() for m in measurements],
+        "cross_entropy": [m.cross_entropy for m in measurements],
     }
 
 
 def to_text(content: Mapping[str, Any]) -> str:
-    """Write JSON with five decimals, and each list of numbers on one line."""
+    """Return JSON with five decimals, and with each list of numbers on one line."""
     rounded = json.loads(
         json.dumps(content), parse_float=lambda number: round(float(number), 5)
     )
     text = json.dumps(rounded, indent=1, ensure_ascii=False)
-    return (
-        re.sub(r"\[[^\[\]{}]*\]", lambda some: " ".join(some[0].split()), text) + "\n"
-    )
+    return re.sub(r"\[[^\[\]{}]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
 
 
 def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
-    """Draw maps of the mean cosine by layer and step; below, its mean over blocks and
-    held-out cross-entropy.
+    """Draw maps of the mean cosine by layer and step, and below them, the mean cosine of
+    the blocks and held-out cross-entropy over steps.
     """
-    every = [run for of_state in runs.values() for run in of_state]
+    all_runs = list(chain.from_iterable(runs.values()))
     figure = new_figure(9, 6.6)
     above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
     maps = above.subplots(1, len(runs), sharey=True)
     for axes, (state, of_state) in zip(maps, runs.items(), strict=True):
-        title = f"dispersion {state}" + (
-            f", mean of {len(of_state)} seeds" if len(of_state) > 1 else ""
-        )
+        title = f"dispersion {state}"
+        if len(of_state) > 1:
+            title += f", mean of {len(of_state)} seeds"
         mesh = draw_layer_map(
             axes, _mean_over_seeds(of_state), title, max(run.step for run in of_state)
         )
@@ -222,13 +216,15 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
     above.colorbar(mesh, ax=maps, label=MEAN_COSINE)
     panels: dict[str, tuple[Callable[[Measurement], float], Scale]] = {
         "mean cosine of all blocks": (blocks_mean, from_zero),
-        "cross-entropy (held-out text)": (lambda found: found.cross_entropy, as_it_is),
+        "cross-entropy (held-out text)": (attrgetter("cross_entropy"), as_it_is),
     }
     charts = below.subplots(1, len(panels))
     for axes, (label, (read, scale)) in zip(charts, panels.items(), strict=True):
         draw_lines(
             axes,
-            by_condition(conditions(every), lines_of(every, "step", measured(read))),
+            by_condition(
+                conditions(all_runs), lines_of(all_runs, "step", measured(read))
+            ),
             label,
             scale,
         )
@@ -243,31 +239,22 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
 
 
 def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Measurement]:
-    """Return the first run's measurements with the mean cosines averaged over all runs;
-    only these are drawn.
+    """Return the measurements by step, with the mean cosines averaged over the runs. (All
+    other numbers are from the first run; they are not drawn.)
     """
-    first, *others = (run.condensation for run in runs)
-    shared = [step for step in first if all(step in other for other in others)]
-    return {
-        step: replace(
-            first[step],
-            mean_cosine=np.mean(
-                [run.condensation[step].mean_cosine for run in runs], axis=0
-            ),
-        )
-        for step in shared
-    }
+    means = {}
+    for step, measurement in runs[0].condensation.items():
+        if all(step in run.condensation for run in runs):
+            cosines = [run.condensation[step].mean_cosine for run in runs]
+            means[step] = replace(measurement, mean_cosine=np.mean(cosines, axis=0))
+    return means
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return docs/measurements.md with its last section written from nothing but the
-    JSON.
-    """
+    """Return docs/measurements.md, whose last section is written from the JSON alone."""
     during = content["while_training"]
-    means = {
-        state: np.mean([run["blocks"] for run in during[state]], axis=0)  # [steps]
-        for state in STATES
-    }
+    blocks = _by_state(during, "blocks")
+    means = {state: values.mean(0) for state, values in blocks.items()}
     facts = {
         "means": means,
         "peaks": {state: int(mean.argmax()) for state, mean in means.items()},
@@ -280,54 +267,48 @@ def markdown(content: Mapping[str, Any]) -> str:
     return written_by_hand + MARKER + page.render({**content, **facts})
 
 
+def _by_state(results: Mapping[str, Any], *keys: str) -> dict[str, np.ndarray]:
+    """Return the number with these nested keys, [seeds, …], by state."""
+    return {
+        state: np.array([reduce(getitem, keys, run) for run in results[state]])
+        for state in STATES
+    }
+
+
+COMPARED = {
+    "mean cosine of all blocks": ("mean_cosine_of", "blocks"),
+    "mean cosine of the last block": ("mean_cosine_of", "last_block"),
+    "held-out cross-entropy": ("cross_entropy",),
+}
+
+
 def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return numbers of off and on, [seeds], and their mean difference with its 95 %
+    """Return the numbers of off and on, [seeds], and their mean difference with its 95 %
     interval, by name.
     """
-    read: dict[str, Callable[[Mapping[str, Any]], float]] = {
-        "mean cosine of all blocks": lambda found: found["mean_cosine_of"]["blocks"],
-        "mean cosine of the last block": lambda found: found["mean_cosine_of"][
-            "last_block"
-        ],
-        "held-out cross-entropy": lambda found: found["cross_entropy"],
-    }
-    compared = {}
-    for name, number in read.items():
-        off, on = (
-            np.array([number(found) for found in after[state]]) for state in STATES
-        )
-        compared[name] = {
-            "off": off,
-            "on": on,
-            "difference": paired_difference(on, off),
-        }
+    compared: dict[str, dict[str, Any]] = {}
+    for name, keys in COMPARED.items():
+        numbers = _by_state(after, *keys)
+        difference = paired_difference(numbers["on"], numbers["off"])
+        compared[name] = {**numbers, "difference": difference}
     return compared
 
 
 def main(options: Options) -> None:
     folders = train(options)
     texts = read_texts(None, str(options.data), seed=0)
-    after = {
-        state: [measure_after(options, run, texts) for run in of_state]
-        for state, of_state in folders.items()
-    }
-    every = iter(
-        gather(
-            [
-                f"dispersion {state}={','.join(map(str, of_state))}"
-                for state, of_state in folders.items()
-            ]
-        )
-    )
-    runs = {
-        state: [next(every) for _ in of_state] for state, of_state in folders.items()
-    }
+    after = {}
+    runs = {}
+    for state, of_state in folders.items():
+        after[state] = [measure_after(options, run, texts) for run in of_state]
+        paths = ",".join(map(str, of_state))
+        runs[state] = gather([f"dispersion {state}={paths}"])
     draw(runs, options.docs / "condensation.png")
     text = to_text(results(runs, after, options.seeds))
     page = markdown(json.loads(text))
-    for name, written in (("condensation.json", text), (PAGE.name, page)):
+    for name, content in (("condensation.json", text), (PAGE.name, page)):
         with atomic_write(options.docs / name) as partial:
-            partial.write_text(written, encoding="utf-8")
+            partial.write_text(content, encoding="utf-8")
     print(page)
 
 

@@ -1,12 +1,12 @@
-"""The stages of the first run on new machines: which of them this machine can run, and
-what each has found (make gpu, slurm/first_run.sbatch).
+"""The first run on new machines (make gpu, slurm/first_run.sbatch): the commands of the
+stages that can run here, and the verdict on each stage.
 
     python -m benchmarks.first_run --out OUT …                        prints the commands
     python -m benchmarks.first_run --out OUT … --stage NAME --status S    judges a stage
 
-first_run.toml lists the stages. slurm/first_run.sbatch runs them, since a container's
-Python cannot call srun, and writes each one's output to OUT/NAME.txt and its messages
-to OUT/NAME.log. Both commands add to OUT/summary.txt.
+first_run.toml lists the stages. slurm/first_run.sbatch runs them, because Python in a
+container cannot call srun. The output of a stage is in OUT/NAME.txt, and its messages are
+in OUT/NAME.log. Both commands append to OUT/summary.txt.
 """
 
 import importlib.util
@@ -26,18 +26,18 @@ from titan_disp.run.reader import read_metrics, read_rows
 
 TABLE = tomli.loads(Path(__file__).with_suffix(".toml").read_text())
 TOLERANCE = 1e-4  # relative; float32 sums in another order give about 1e-6
-LIMIT = 200  # seconds in which all ranks end when one was killed
-LEAST_SPEED = 0.9  # of the tokens per second, after a save
-MOST_LOST = 30  # seconds per save
+LIMIT = 200  # seconds within which all ranks must end after one was killed
+LEAST_SPEED = 0.9  # speed after the save, as a fraction of the speed before it
+MOST_LOST = 30  # seconds that a save may cost
 SAVED = 30  # the step of the save
-WARM = 10  # steps before the speed counts
+WARM = 10  # number of first steps that do not count for the speed
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A row of first_run.toml, which explains the fields."""
+    """A stage in first_run.toml, which explains the fields."""
 
     name: str
     of: str
@@ -63,20 +63,20 @@ class Options:
     out: Path
     """Folder of the results."""
     gpus: int
-    """GPUs of a node; without any, everything is small."""
+    """GPUs per node. With 0, all stages are small."""
     ranks: int
-    """Ranks of all nodes."""
+    """Ranks on all nodes."""
     nodes: int = 1
     data: Path = Path("data/sample")
     """The sample corpus (titan-disp sample-data)."""
     config: str = "train_configs/debug.toml"
-    """The config that is to be trained, and overrides, quoted for a shell."""
+    """The config for training, and overrides, quoted for a shell."""
     stages: str = ""
-    """Names of the stages to plan; the default is all."""
+    """Names of the stages to run. By default, all stages."""
     stage: str = ""
     """Judge this stage, which has ended."""
     status: int = 0
-    """Its exit status."""
+    """The exit status of the stage."""
 
     def run(self, stage: Stage) -> Path:
         """Return the run folder of a stage that trains."""
@@ -85,12 +85,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of a stage."""
+
     good: bool
     text: str
 
 
 def obstacle(stage: Stage, options: Options) -> str:
-    """Return why a stage cannot run on these nodes, or "" if it can."""
+    """Return the reason why a stage cannot run on these nodes, or "" if it can."""
     if stage.one_node and options.nodes > 1:
         return "it says nothing about several nodes: make gpu on one of them runs it"
     if options.nodes < stage.nodes:
@@ -105,14 +107,17 @@ def obstacle(stage: Stage, options: Options) -> str:
 
 
 def command(stage: Stage, options: Options) -> list[str]:
-    """Return the arguments of slurm/node.sh for a stage: "process" and the words after
-    the interpreter, or "ranks", a folder for logs, a module and its arguments.
+    """Return the arguments of slurm/node.sh for a stage: "process" and the arguments of
+    Python, or "ranks", a folder for logs, a module and its arguments.
     """
     debug = TABLE["debug"]
     text = stage.process or stage.ranks
     if not options.gpus:
         debug = f"{debug} {TABLE['debug_small']}"
-        text = f"{stage.ranks} {stage.small}" if stage.ranks else stage.small or text
+        if stage.ranks:
+            text = f"{text} {stage.small}"
+        elif stage.small:
+            text = stage.small
     argv = shlex.split(filled(text.replace("{debug}", debug), stage, options))
     if stage.process:
         return ["process", *argv]
@@ -120,6 +125,7 @@ def command(stage: Stage, options: Options) -> list[str]:
 
 
 def filled(text: str, stage: Stage, options: Options) -> str:
+    """Return a text of first_run.toml with its {words} replaced."""
     marks = "" if options.gpus > 1 else "-m 'not slow and not night'"
     return text.format(
         out=options.out,
@@ -134,8 +140,8 @@ def filled(text: str, stage: Stage, options: Options) -> str:
 
 
 def repeats(rows: Sequence[Row], reference: Mapping[int, Row], last: int) -> Finding:
-    """Compare the losses and gradient norms of a run up to its last step with those of
-    the run on one rank.
+    """Return whether the losses and gradient norms of a run are those of the reference,
+    and whether the run has begun once and reached its last step.
     """
     steps = [row["step"] for row in rows]
     if steps.count(1) != 1 or steps[-1] != last:
@@ -151,12 +157,12 @@ def repeats(rows: Sequence[Row], reference: Mapping[int, Row], last: int) -> Fin
 
 
 def losses(rows: Sequence[Row]) -> np.ndarray:
-    """Return loss and gradient norm of each step: [steps, 2]."""
+    """Return the loss and the gradient norm of each step, [steps, 2]."""
     return np.array([(row["loss"], row["grad_norm"]) for row in rows], dtype=float)
 
 
 def save_cost(rows: Sequence[Row]) -> Finding:
-    """Compare the speed before and after the save."""
+    """Return whether the speed after the save and the time of the save are good."""
     seconds = np.diff([row["time"] for row in rows])
     speeds = [row["tps"] for row in rows]
     usual = np.median(seconds[WARM : SAVED - 1])
@@ -168,7 +174,7 @@ def save_cost(rows: Sequence[Row]) -> Finding:
 
 
 def judge(stage: Stage, options: Options) -> Finding:
-    """Return what a stage that has ended found."""
+    """Return the result of a stage that has ended."""
     rows = read_rows(options.run(stage))
     status = options.status
     if stage.faults and status and rows:
@@ -191,8 +197,8 @@ def judge(stage: Stage, options: Options) -> Finding:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a file that has more than white space, or ""."""
-    # torchrun draws lines of "="
+    """Return the last line of a file that is not blank, or ""."""
+    # torchrun draws lines of "=".
     lines = [line.strip(" =") for line in path.read_text(errors="replace").split("\n")]
     return next((line for line in reversed(lines) if line), "")
 
@@ -211,10 +217,9 @@ def report(stage: Stage, finding: Finding) -> str:
 
 
 def main(options: Options) -> int:
-    """Print the commands of the stages that these nodes can run, or judge one.
+    """Print the commands of the stages that these nodes can run, or judge a stage.
 
-    A line of the first is a stage's name, its faults and its command, with bars between
-    them.
+    The line of a command is NAME|FAULTS|COMMAND. Return the exit status.
     """
     stages = {row["name"]: Stage(**row) for row in TABLE["stage"]}
     with open(options.out / "summary.txt", "a") as summary:

@@ -1,9 +1,9 @@
-"""Draw docs/formula.png: what κ changes in the dispersion loss.
+"""Draw docs/formula.png: the effect of κ on the dispersion loss.
 
     python -m benchmarks.formula_figure
 
-On the left is what a pair of tokens adds to the mean, against their cosine. On the
-right is the loss of a cone of tokens, against their mean cosine.
+The left panel shows a pair's term of the mean, over the pair's cosine. The right panel
+shows the loss of a cone of tokens, over their mean cosine.
 """
 
 import math
@@ -29,7 +29,7 @@ BLUE = OKABE_ITO[0]
 RED = OKABE_ITO[1]
 # Mean cosine of all blocks of make demo at steps 0, 20 and 300: the table in README.md
 DEMO = {0: 0.02, 20: 0.99, 300: 0.12}
-PLACES = ((0.12, -0.497), (0.46, -0.39), (0.22, -0.462))  # of their labels
+PLACES = ((0.12, -0.497), (0.46, -0.39), (0.22, -0.462))  # positions of the labels
 
 
 def weight(cosine: ArrayLike, formula: AngularFormula) -> np.ndarray:
@@ -39,7 +39,7 @@ def weight(cosine: ArrayLike, formula: AngularFormula) -> np.ndarray:
 
 
 def cone(mean_cosine: float) -> Tensor:
-    """Return tokens around one axis, [1, 256, 64], whose cosines have this mean."""
+    """Return tokens around an axis, [1, 256, 64], whose cosines have this mean."""
     generator = torch.Generator().manual_seed(0)
     around = torch.randn(1, 256, 64, generator=generator, dtype=torch.float64)
     around[..., 0] = 0
@@ -57,8 +57,8 @@ def loss(mean_cosine: float, formula: AngularFormula) -> float:
 
 
 def draw_pair(axes: Axes) -> None:
-    """Draw exp(−D/τ) against the cosine, and the slope of the gradient beyond ±0.75."""
-    # arccos is steep at ±1: equal steps of the angle
+    """Draw exp(−D/τ) over the cosine, and the slope of the gradient beyond ±0.75."""
+    # Equal steps of the angle, because arccos is steep at ±1
     cosine = np.cos(np.linspace(math.pi, 0, 181))
     axes.plot(cosine, weight(cosine, WITHOUT), "--", color=RED, label="without κ")
     axes.plot(cosine, weight(cosine, FORMULA), color=BLUE, label="with κ = 0.25")
@@ -92,8 +92,8 @@ def draw_pair(axes: Axes) -> None:
 
 
 def draw_cone(axes: Axes) -> None:
-    """Draw the loss against the mean cosine, with the nano demo's mean cosines."""
-    # closer together towards 1, where the curve without κ is steep
+    """Draw the loss over the mean cosine, and the mean cosines of the nano demo."""
+    # Steps are smaller near 1, where the curve without κ is steep.
     cosine = 1 - np.linspace(1, 0, 101) ** 2
     axes.plot(cosine, [loss(mean, WITHOUT) for mean in cosine], "--", color=RED)
     axes.plot(cosine, [loss(mean, FORMULA) for mean in cosine], color=BLUE)
@@ -117,6 +117,7 @@ def draw_cone(axes: Axes) -> None:
 
 
 def picture() -> Figure:
+    """Return the picture."""
     figure = new_figure(8.4, 3.9)
     pair, cones = figure.subplots(1, 2)
     draw_pair(pair)
@@ -130,7 +131,7 @@ def picture() -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Save a picture of 64 colours, which takes a third of the bytes."""
+    """Save a picture with 64 colours, which saves two thirds of the bytes."""
     figure.set_dpi(150)
     figure.canvas.draw()
     pixels = np.asarray(figure.canvas.buffer_rgba())

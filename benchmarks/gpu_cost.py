@@ -1,30 +1,32 @@
-"""Count on any machine what the dispersion loss asks of a GPU, and predict its time.
+"""Count the GPU work of the dispersion loss, on any machine, and predict its time.
 
     python benchmarks/gpu_cost.py            # a table for three shapes and all estimators
-    python benchmarks/gpu_cost.py --rule     # moments beside exact, for long sequences
-    python benchmarks/gpu_cost.py --measure  # beside what this GPU takes in a step
-    python benchmarks/gpu_cost.py --no-kernel  # as without Triton's kernel of pairs
+    python benchmarks/gpu_cost.py --rule     # compare moments with exact for a long sequence
+    python benchmarks/gpu_cost.py --measure  # compare with the times of steps on this GPU
+    python benchmarks/gpu_cost.py --no-kernel  # without the Triton kernel of pairs
 
 The loss runs on meta tensors, which have shapes but no data, and takes the path of a
-GPU. All numbers are of one layer, forward and backward:
+GPU. All numbers are per layer, forward and backward:
 
-kernels         kernels that are launched; a fused function counts as one, and so does
-                Triton's kernel of pairs, with its products
-calls           calls of PyTorch's dispatcher, also of views
+kernels         launched kernels. A fused function counts as one; so does the Triton
+                kernel of pairs, with its products
+calls           calls of PyTorch's dispatcher, including views
 allocations     new tensors that need memory
 host_waits      numbers that the host reads from the device, and waits for
 product_flops   FLOPs of matrix products
-other_bytes     bytes that everything but products reads and writes, with the sum of
-                the gradients of the loss and of the model
-saved_bytes     what is held from forward to backward
+other_bytes     bytes that all other kernels read and write. The sum of the gradients of
+                the loss and of the model is included
+sent_bytes      bytes that a rank sends in collectives
+saved_bytes     bytes held from forward to backward
 H100_ms, …      the time of products and other bytes, without gaps between kernels
 
-"way" says where the gradient is computed: "saved" in the forward pass, "hook" in a hook
-of the backward pass, as the trainer does for large layers. Host times are in CPU
-microseconds per layer of few small tokens. On a CPU, they are of the CPU's path with
-compiled functions. They leave out the launch of Triton's kernel of pairs: zeros are
-written in its place. "two products" is the least that a loss of pairs could take: two
-products in one autograd function.
+"way" says where the gradient is computed: "saved" in the forward pass, or "hook" in a
+hook of the backward pass, as the trainer does for large layers.
+
+Host times are CPU microseconds per layer with few small tokens. On a CPU, they are those
+of the CPU's path with compiled functions. The Triton kernel of pairs is replaced by
+writing zeros, so its launch is not included. "two products" is a lower limit for a loss
+of pairs: two products in one autograd function.
 """
 
 import contextlib
@@ -33,11 +35,12 @@ import math
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -62,14 +65,14 @@ SAVED = "saved"
 HOOK = "hook"
 WAYS = (SAVED, HOOK)
 
-# Bare products of [8, 4096, 1024] in bf16 took 1.1 ms on an H100 (docs/benchmarks.md),
-# which is 375 TFLOP/s. The H200 computes as fast.
-PRODUCT_FLOPS = 400e12  # per second
+# FLOP/s of matrix products. Bare products of [8, 4096, 1024] in bf16 took 1.1 ms on an H100
+# (docs/benchmarks.md): 375 TFLOP/s. The H200 computes at the same speed.
+PRODUCT_FLOPS = 400e12
 GPUS = ("H100", "H200")
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "baddbmm_"}
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-OVERWRITE = {"copy_", "fill_", "zero_"}  # without reading what they write to
+OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read the tensors that they write
 
 
 @dataclass(frozen=True)
@@ -116,19 +119,19 @@ class Options(Printed):
     layers: int = 28
     """Layers of the loss."""
     host_rounds: int = 5
-    """Rounds of host times, of which the least counts. The first compiles for about a
-    minute; 0 leaves host times out."""
+    """Rounds of host times. The least of each time counts. A first round compiles for
+    about a minute. With 0, there are no host times."""
     rule: bool = False
     """Compare moments with exact for one sequence of 8192 tokens, on 1 and 8 ranks."""
     kernel: bool = True
-    """Take Triton's kernel of pairs, or else the compiled functions that it replaces, as
-    with TITAN_DISP_TRITON=0."""
+    """Use the Triton kernel of pairs. Otherwise, use the compiled functions that it
+    replaces, as with TITAN_DISP_TRITON=0."""
     measure: bool = False
     """Measure each estimator in steps of a stack of layers on this device."""
 
 
 def on_device(*values: Any) -> list[Tensor]:
-    """Return the tensors among values that a GPU would hold: those on meta."""
+    """Return the tensors that a GPU would hold: those on the meta device."""
     leaves = tree_leaves(values)
     return [x for x in leaves if isinstance(x, Tensor) and x.device.type == "meta"]
 
@@ -138,18 +141,18 @@ def storage_of(x: Tensor) -> int:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of tensors; what is expanded is read once."""
+    """Return the bytes of tensors. Expanded elements count once."""
     return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
 
 
 def within(tensors: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
-    """Return those of the tensors that are in the memory of others."""
+    """Return the tensors that share the memory of any tensor in ``memory``."""
     storages = {storage_of(x) for x in memory}
     return [x for x in tensors if storage_of(x) in storages]
 
 
 def without(tensors: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
-    """Return those of the tensors that are not in the memory of others."""
+    """Return the tensors that do not share the memory of any tensor in ``memory``."""
     storages = {storage_of(x) for x in memory}
     return [x for x in tensors if storage_of(x) not in storages]
 
@@ -159,7 +162,7 @@ class Accesses:
     """The tensors that one call of an op reads and writes."""
 
     reads: list[Tensor]
-    writes: list[Tensor]  # with the new ones
+    writes: list[Tensor]  # including the new tensors
     new: list[Tensor]
 
     @property
@@ -173,6 +176,7 @@ def accesses(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Accesses:
+    """Return the tensors that a call of an op reads and writes."""
     name = op.overloadpacket.__name__
     reads = []
     writes = []
@@ -187,67 +191,69 @@ def accesses(
     new = without(on_device(result), reads + writes)
     if name.startswith("new_") or name.endswith("_like"):
         reads = []
-    elif name == "index":  # reads only the rows that it takes
+    elif name == "index":  # reads only the rows that it returns
         reads = [*new, *on_device(values["indices"])]
     elif name == "index_select":
         reads = [*new, *on_device(values["index"])]
-    elif name == "index_put_":  # writes only the rows that it is given
+    elif name == "index_put_":  # writes only the rows of ``values``
         writes = on_device(values["values"])
         reads = [*writes, *on_device(values["indices"])]
     return Accesses(reads, [*writes, *new], new)
 
 
-@dataclass(frozen=True)
-class PretendedKernels:
-    """Stands for the module that imports Triton, and for its kernel. Unlike a mock, it
-    does not record its calls, which would take longer than to launch a kernel.
-    """
-
-    launch: Callable[..., None]
-
-    @property
-    def span_kernel(self) -> "PretendedKernels":
-        return self
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.launch
-
-    def __getattr__(self, function: str) -> str:
-        return function
-
-
 @contextlib.contextmanager
 def pretended_kernel(launch: Callable[..., None], dtype: torch.dtype) -> Iterator[None]:
-    """Let Triton's kernel of pairs take tokens of a dtype on any device, and call
-    ``launch`` with its arguments in place of it.
+    """Use the Triton kernel of pairs for tokens of this dtype on any device, but call
+    ``launch`` with the kernel's arguments instead of the kernel.
     """
 
     def takes(x: Tensor, pair: triton_pairs.PairFunction) -> bool:
         return triton_pairs.CHOICE != "0" and x.dtype == dtype
 
-    module = PretendedKernels(launch)
+    # The module that imports Triton. The grid is the key of ``span_kernel``.
+    module = mock.MagicMock(span_kernel=defaultdict(lambda: launch))
     with (
-        mock.patch.dict(sys.modules, {triton_pairs.KERNELS: cast(Any, module)}),
+        mock.patch.dict(sys.modules, {triton_pairs.KERNELS: module}),
         mock.patch.object(triton_pairs, "takes", takes),
     ):
         yield
 
 
-class Counter(TorchDispatchMode):
-    """Counts what runs on meta tensors within it."""
+@dataclass(eq=False)
+class Count:
+    """The work of a GPU, forward and backward. The docstring of the module explains the
+    numbers.
+    """
+
+    kernels: float = 0
+    calls: float = 0
+    allocations: float = 0
+    host_waits: float = 0
+    product_flops: float = 0
+    other_bytes: float = 0
+    sent_bytes: float = 0
+    saved_bytes: float = 0
+
+    def device_ms(self, gpu: str) -> float:
+        """Return the milliseconds of products and other bytes on a GPU."""
+        products = self.product_flops / PRODUCT_FLOPS
+        bandwidth = BANDWIDTH_PART * cost.GPUS[gpu].memory_bandwidth
+        return 1e3 * (products + self.other_bytes / bandwidth)
+
+    def collectives_ms(self, gpu: str) -> float:
+        """Return the milliseconds of collectives within a node."""
+        return 1e3 * self.sent_bytes / cost.GPUS[gpu].node_bandwidth
+
+
+class Counter(Count, TorchDispatchMode):
+    """Counts the operations on meta tensors in a with statement."""
 
     def __init__(self, amp: bool) -> None:
         super().__init__()
+        TorchDispatchMode.__init__(self)
         self.amp = amp
-        self.kernels = 0
-        self.calls = 0
-        self.allocations = 0
-        self.host_waits = 0
-        self.product_flops = 0
-        self.other_bytes = 0
-        self.sent_bytes = 0.0  # by collectives, in rings
         self._live: dict[int, int] = {}  # bytes by storage
-        self._inside: Accesses | None = None  # of the fused function that runs
+        self._inside: Accesses | None = None  # of the fused function that is running
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> "Counter":
@@ -273,7 +279,7 @@ class Counter(TorchDispatchMode):
         self._patches.close()
 
     def live_bytes(self) -> int:
-        """Return the bytes of the tensors that were allocated here and still exist."""
+        """Return the bytes of counted tensors that still exist."""
         return sum(self._live.values())
 
     def __torch_dispatch__(
@@ -287,7 +293,7 @@ class Counter(TorchDispatchMode):
         name = op.overloadpacket.__name__
         reads_number = name == "_local_scalar_dense" and on_device(args)
         if reads_number:
-            result: Any = 1  # as a test of the device would find it: true
+            result: Any = 1  # for a test on the device that is true
         elif name == "baddbmm" and "out" in kwargs:  # torch 2.13 fails on meta
             result = kwargs["out"]
         else:
@@ -317,8 +323,8 @@ class Counter(TorchDispatchMode):
     def _run_fused(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a fused function as it is, and count it as one kernel that reads and
-        writes each argument at most once.
+        """Run a fused function without compiling it, and count it as one kernel that
+        reads and writes each argument at most once.
         """
         self._inside = inside = Accesses([], [], [])
         try:
@@ -347,7 +353,7 @@ class Counter(TorchDispatchMode):
         TILE: int,
         **arguments: Any,
     ) -> None:
-        """Count Triton's kernel of pairs, given its arguments. It reads each once."""
+        """Count the Triton kernel of pairs, given its arguments. Each is read once."""
         batch, rows, cols = q.shape
         pairs = rows * cols
         if MIRRORED:  # it does not compute the tiles below the diagonal
@@ -369,36 +375,13 @@ class Counter(TorchDispatchMode):
         self.product_flops += 2 * left.numel() * right.shape[-1]
 
     def _add_collective(self, name: str, tensors: list[Tensor]) -> None:
-        if not tensors:  # of the host
+        """Count the bytes that a rank sends in a ring."""
+        if not tensors:  # a collective of the host
             return
         ranks = dist.get_world_size()
         largest = max(map(bytes_of, ([x] for x in tensors)))
-        times = 2 if "reduce" in name else 1  # an all-reduce is also an all-gather
+        times = 2 if "reduce" in name else 1  # an all-reduce includes an all-gather
         self.sent_bytes += times * (ranks - 1) / ranks * largest
-
-
-@dataclass(frozen=True)
-class Count:
-    """What one layer asks of a GPU, forward and backward."""
-
-    kernels: float
-    calls: float
-    allocations: float
-    host_waits: float
-    product_flops: float
-    other_bytes: float
-    sent_bytes: float
-    saved_bytes: float
-
-    def device_ms(self, gpu: str) -> float:
-        """Return the milliseconds of products and other bytes on a GPU."""
-        products = self.product_flops / PRODUCT_FLOPS
-        bandwidth = BANDWIDTH_PART * cost.GPUS[gpu].memory_bandwidth
-        return 1e3 * (products + self.other_bytes / bandwidth)
-
-    def collectives_ms(self, gpu: str) -> float:
-        """Return the milliseconds of collectives within a node."""
-        return 1e3 * self.sent_bytes / cost.GPUS[gpu].node_bandwidth
 
 
 def added(
@@ -408,10 +391,10 @@ def added(
     group: dist.ProcessGroup | None = None,
     amp: bool = False,
 ) -> Tensor:
-    """Return the scalar that adds the loss of the blocks' outputs to a total."""
+    """Return a scalar that adds the loss of the blocks' outputs to a total loss."""
 
     def mean_of(zs: list[Tensor], **hooks: Any) -> Tensor:
-        # A backward pass is outside of the forward's autocast.
+        # The autocast of the forward does not include the backward pass.
         with torch.autocast(zs[0].device.type, torch.bfloat16, enabled=amp):
             return loss(zs, group, fit_errors=[], **hooks).mean()
 
@@ -433,21 +416,12 @@ def count(
     layers: int,
     group: dist.ProcessGroup | None = None,
 ) -> Count:
-    """Return what one of the layers takes on average."""
+    """Return the mean work per layer."""
     loss = DispersionLoss(estimator=estimator)
     of_step = partial(_counted, shape, loss, way, group=group)
-    of_step(layers=1)  # what only the first call does
-    counter, saved_bytes = of_step(layers=layers)
-    return Count(
-        kernels=counter.kernels / layers,
-        calls=counter.calls / layers,
-        allocations=counter.allocations / layers,
-        host_waits=counter.host_waits / layers,
-        product_flops=counter.product_flops / layers,
-        other_bytes=counter.other_bytes / layers,
-        sent_bytes=counter.sent_bytes / layers,
-        saved_bytes=saved_bytes / layers,
-    )
+    of_step(layers=1)  # some work is done in the first call only
+    counter = of_step(layers=layers)
+    return Count(*(getattr(counter, n.name) / layers for n in fields(Count)))
 
 
 def _counted(
@@ -456,19 +430,20 @@ def _counted(
     way: str,
     layers: int,
     group: dist.ProcessGroup | None,
-) -> tuple[Counter, int]:
-    """Return the counter of a step, and the bytes saved between its two passes."""
+) -> Counter:
+    """Return the counter of a step of all layers."""
     inputs = [shape.empty("meta").requires_grad_() for _ in range(layers)]
     outputs = [z.view_as(z) for z in inputs]
-    gradients = [shape.empty("meta") for _ in range(layers)]  # of the blocks after them
+    gradients = [shape.empty("meta") for _ in range(layers)]  # from the next blocks
     with Counter(shape.amp) as counter:
         value = added(loss, way, outputs, group)
-        saved_bytes = counter.live_bytes()
+        counter.saved_bytes = counter.live_bytes()
         torch.autograd.backward([value, *outputs], [None, *gradients])
-    return counter, saved_bytes
+    return counter
 
 
 def count_rows(options: Options) -> list[dict[str, Any]]:
+    """Return a row for each shape, estimator and way."""
     rows = []
     for text in options.shapes:
         shape = Shape.parse(text)
@@ -485,41 +460,35 @@ def count_rows(options: Options) -> list[dict[str, Any]]:
 
 RULE_TOKENS = 8192
 RULE_FEATURES = 1024
-RULE_RATIO = 0.6  # at most this part of the time of exact
+RULE_RATIO = 0.6  # the largest allowed ratio of times, moments to exact
 RULE_GPU = "H200"
 
 
 def rule_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the predicted times of exact and moments for one long sequence on one
-    rank, and with its tokens on 8.
+    """Return the predicted times of exact and moments for one long sequence, on one rank
+    and sharded over 8 ranks.
     """
     rows = []
     for ranks in (1, 8):
         shape = Shape(1, RULE_TOKENS // ranks, RULE_FEATURES, "bfloat16")
-        with pretended_ranks(ranks) as group:
-            counts = {
-                estimator: count(
+        exact_ms = math.nan
+        for estimator in ("exact", "moments"):
+            with pretended_ranks(ranks) as group:
+                per_layer = count(
                     shape, estimator, SAVED, layers=options.layers, group=group
                 )
-                for estimator in ("exact", "moments")
-            }
-        total_ms = {
-            estimator: per_layer.device_ms(RULE_GPU)
-            + per_layer.collectives_ms(RULE_GPU)
-            for estimator, per_layer in counts.items()
-        }
-        for estimator, per_layer in counts.items():
-            ratio = total_ms[estimator] / total_ms["exact"]
+            device_ms = per_layer.device_ms(RULE_GPU)
+            collectives_ms = per_layer.collectives_ms(RULE_GPU)
+            if estimator == "exact":
+                exact_ms = device_ms + collectives_ms
+            ratio = (device_ms + collectives_ms) / exact_ms
             rows.append(
                 {
                     "ranks": ranks,
                     "estimator": estimator,
-                    "kernels": per_layer.kernels,
-                    "product_flops": per_layer.product_flops,
-                    "other_bytes": per_layer.other_bytes,
-                    "sent_bytes": per_layer.sent_bytes,
-                    "device_ms": per_layer.device_ms(RULE_GPU),
-                    "collectives_ms": per_layer.collectives_ms(RULE_GPU),
+                    **asdict(per_layer),
+                    "device_ms": device_ms,
+                    "collectives_ms": collectives_ms,
                     "ratio_to_exact": ratio,
                     "within_rule": estimator == "exact" or ratio <= RULE_RATIO,
                 }
@@ -529,9 +498,9 @@ def rule_rows(options: Options) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def pretended_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of this process and others that do not exist; None for one rank.
+    """Yield a group of this process and other ranks that do not exist; None for one rank.
 
-    Its collectives move nothing.
+    Collectives of the group move no data.
     """
     if ranks == 1:
         yield None
@@ -546,7 +515,7 @@ def pretended_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
 
 
 class TwoProducts(torch.autograd.Function):
-    """The least that a loss of pairs could take: the cosines, and their product."""
+    """A lower limit for a loss of pairs: the cosines, and their product with the tokens."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
@@ -572,11 +541,12 @@ def two_products(zs: list[Tensor]) -> Tensor:
 
 
 def layer_by_layer(loss: DispersionLoss, zs: list[Tensor]) -> Tensor:
-    """Return the loss as it is of large layers, which are not computed together."""
+    """Return the loss without batches of several layers, as for large layers."""
     return torch.stack([added(loss, SAVED, [z]) for z in zs]).mean()
 
 
 def host_cases(options: Options) -> dict[tuple[str, str], ValueOf]:
+    """Return functions that compute a loss, by estimator and way."""
     cases: dict[tuple[str, str], ValueOf] = {(TWO_PRODUCTS, SAVED): two_products}
     for estimator in options.estimators:
         if estimator == "sampled":
@@ -590,8 +560,8 @@ def host_cases(options: Options) -> dict[tuple[str, str], ValueOf]:
 
 
 def host_rows(options: Options) -> list[dict[str, Any]]:
-    """Return CPU microseconds per layer, the least of a few rounds."""
-    torch.set_num_threads(1)  # else threads that wait for others count
+    """Return the CPU microseconds per layer, the least of several rounds."""
+    torch.set_num_threads(1)  # otherwise, waiting threads would count
     cases = host_cases(options)
     best = dict.fromkeys(cases, math.inf)
     with (
@@ -616,21 +586,21 @@ def host_rows(options: Options) -> list[dict[str, Any]]:
 
 
 def write_zeros(q: Tensor, sums: Tensor, **arguments: Any) -> None:
-    """Take the place of Triton's kernel of pairs. What is in new memory would be
-    multiplied afterwards, and a CPU is slow with the denormal numbers in it.
+    """Replace the Triton kernel of pairs. New memory would have denormal numbers, with
+    which the CPU's next products would be slow.
     """
     q.zero_()
     sums.zero_()
 
 
 def run_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a fused function compiled, also on a CPU."""
+    """Return the result of a fused function, which is compiled on a CPU too."""
     return compiled(function)(*args, **kwargs)
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Not dynamic: a trainer's shapes do not change.
+    """Return the compiled function. It is not dynamic: a trainer's shapes are fixed."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -657,8 +627,8 @@ class DeviceTime:
 
     @classmethod
     def of(cls, intervals: Iterable[tuple[float, float]]) -> "DeviceTime":
-        """Return it of the beginnings and ends of kernels in microseconds, which may
-        overlap.
+        """Return the time, given the beginning and the end of each kernel in microseconds.
+        Kernels may overlap.
         """
         busy = 0.0
         idle = 0.0
@@ -673,7 +643,7 @@ class DeviceTime:
 
 
 class Stack(nn.Module):
-    """Residual blocks of one linear layer each, with a loss of their last output."""
+    """Residual blocks with one linear layer each, and a loss of the last output."""
 
     def __init__(self, shape: Shape, layers: int) -> None:
         super().__init__()
@@ -686,6 +656,7 @@ class Stack(nn.Module):
         self.x = torch.randn_like(shape.empty(DEVICE))
 
     def step(self, loss: DispersionLoss | None, way: str) -> None:
+        """Run forward and backward, with a dispersion loss if it is not None."""
         self.zero_grad()
         z = self.x
         outputs = []
@@ -700,9 +671,10 @@ class Stack(nn.Module):
         total.backward()
 
     def profiled(self, loss: DispersionLoss | None, way: str) -> DeviceTime:
-        """Return the device's time of a step, after two others."""
-        on_gpu = DEVICE == "cuda"
-        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        """Return the device's time of a step, after two steps that warm up."""
+        # A CPU's ops stand for kernels, to test this code.
+        activity = getattr(ProfilerActivity, DEVICE.upper())
+        device = getattr(DeviceType, DEVICE.upper())
         synchronize = torch.get_device_module(DEVICE).synchronize
         for _ in range(2):
             self.step(loss, way)
@@ -710,8 +682,6 @@ class Stack(nn.Module):
         with profile(activities=[activity]) as profiler:
             self.step(loss, way)
             synchronize()
-        # A CPU's ops stand for kernels, to try this out.
-        device = DeviceType.CUDA if on_gpu else DeviceType.CPU
         return DeviceTime.of(
             (event.time_range.start, event.time_range.end)
             for event in profiler.events()
@@ -720,10 +690,12 @@ class Stack(nn.Module):
 
 
 def measured_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the device's times of a step, and those of the loss per layer: busy beyond
-    a step without it.
+    """Return the device's times of a step, and the busy time of the loss per layer: the
+    difference to a step without the loss.
     """
-    gpu = cost.gpu_name("") if DEVICE == "cuda" else "CPU"
+    gpu = "CPU"
+    if DEVICE == "cuda":
+        gpu = cost.gpu_name("")
     rows = []
     for text in options.shapes:
         shape = Shape.parse(text)

@@ -1,13 +1,14 @@
-"""Predict what a measurement of condensation costs a run on GPUs: some parts are timed
-on a CPU, the rest is calculated.
+"""Predict the time of a measurement of condensation in a run on GPUs. Some parts are timed
+on a CPU, and the others are calculated.
 
     python benchmarks/measurement.py             # the numbers of docs/measurements.md, in seconds
     python benchmarks/measurement.py --config train_configs/debug.toml --nodes 1 2
 
 The eigenvalues of a layer's Gram matrix, a heatmap and the files are timed on one core.
 The forward pass and the cross-entropy of the held-out sequences, and the products of
-their tokens, are calculated from the peaks below. The monitor tells how the ranks
-divide the work, and ``titan-disp plan`` predicts the steps in between.
+their tokens, are calculated from the peak numbers below. The monitor determines how the
+ranks divide the work, and ``titan-disp plan`` predicts the time of the steps between two
+measurements.
 """
 
 import tempfile
@@ -38,12 +39,12 @@ from titan_disp.models.registry import args_of
 from titan_disp.run.metrics import HEATMAP_RATIO
 from titan_disp.run.storage import append_json
 
-# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores, of
-# which we expect 60; 3.35 TB/s.
+# NVIDIA H100 Tensor Core GPU data sheet, SXM: 67 TFLOP/s of float64 on tensor cores (we
+# expect 60), and 3.35 TB/s
 FLOAT64_FLOPS = 60e12
 MEMORY_BANDWIDTH = 3.35e12
-# Logits are written and read in bf16, then converted to float32 for the logarithms, 512
-# tokens at a time: 20 bytes.
+# Logits are written and read in bf16, and converted to float32 for the logarithms, 512
+# tokens at a time: 20 bytes
 BYTES_PER_LOGIT = 20
 
 
@@ -59,8 +60,8 @@ class Options(Printed):
 
 
 def least_seconds(rounds: int, function: Callable[[], object]) -> float:
-    """Return the least CPU time, which other work on the machine changes less; the
-    first call warms up.
+    """Return the least CPU seconds of a call, after a first call that warms up. Other work
+    on the machine has less influence on CPU seconds.
     """
     return min(
         repeat(function, timer=time.process_time, number=1, repeat=rounds + 1)[1:]
@@ -75,35 +76,35 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
     u = torch.nn.functional.normalize(
         torch.randn(tokens, dim, dtype=torch.float64), dim=-1
     )
-    gram = u @ u.T if tokens <= dim else u.T @ u
+    if tokens > dim:
+        u = u.T
+    gram = u @ u.T
     sums = Accumulator(layers)
     for layer in range(layers):
-        # Any tokens do, because the pictures and files have the same size
+        # These tokens are enough: the size of pictures and files is always the same.
         sums.add(layer, torch.randn(1, 64, 16))
-    found = sums.result(64)
+    measurement = sums.result(64)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
 
         def write() -> None:
-            found.save(Path(folder) / "step-0.npz")
-            append_json(Path(folder) / "metrics.jsonl", found.to_json())
+            measurement.save(Path(folder) / "step-0.npz")
+            append_json(Path(folder) / "metrics.jsonl", measurement.to_json())
 
-        return {
-            "eigenvalues": least_seconds(
-                rounds, lambda: _effective_rank(torch.linalg.eigvalsh(gram))
+        parts: dict[str, Callable[[], object]] = {
+            "eigenvalues": lambda: _effective_rank(torch.linalg.eigvalsh(gram)),
+            "heatmap": lambda: board.add_figure(
+                "heatmap", draw([{"step 0": measurement}]), 0
             ),
-            "heatmap": least_seconds(
-                rounds,
-                lambda: board.add_figure("heatmap", draw([{"step 0": found}]), 0),
-            ),
-            "files": least_seconds(rounds, write),
+            "files": write,
         }
+        return {name: least_seconds(rounds, part) for name, part in parts.items()}
 
 
 def busiest_rank(
     ranks: int, sequences: int, batch_size: int, layers: int
 ) -> tuple[int, int]:
-    """Return the numbers of sequences through the model and of layers to measure, for
-    the rank that has most to do.
+    """Return the number of sequences in the forward pass of a rank, and the number of
+    pairs of a sequence and a layer that the busiest rank measures.
     """
     most = 0
     for rank in range(ranks):
@@ -113,18 +114,13 @@ def busiest_rank(
             max_tokens=2,
             mesh=MeshPosition(rank, ranks),
         )
-        most = max(
-            most,
-            sum(
-                int((monitor.copy == layer % monitor.copies).sum())
-                for layer in range(layers)
-            ),
-        )
+        copy_of_layer = torch.arange(layers)[:, None] % monitor.copies
+        most = max(most, int((monitor.copy == copy_of_layer).sum()))
     return monitor.copy.numel(), most
 
 
 def heatmaps(measurements: Sequence[int]) -> int:
-    """Return how many heatmaps are drawn at the steps of the measurements."""
+    """Return the number of heatmaps, given the steps of the measurements."""
     drawn = 0
     following = 0.0
     for step in measurements:
@@ -137,11 +133,12 @@ def heatmaps(measurements: Sequence[int]) -> int:
 def cost(
     job_config: JobConfig, plan: Plan, taken: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return seconds of each part, of all parts and of the steps between two
-    measurements, and the fraction of the time.
+    """Return the seconds of each part of a measurement, their sum, the seconds of the
+    steps between two measurements ("steps"), and the measurements' fraction of the time
+    ("part"). "layers" counts the layers that the busiest rank measures, over
+    all its sequences.
     """
-    # type: ignore[attr-defined]
-    section = job_config.condensation
+    section = job_config.condensation  # type: ignore[attr-defined]
     args = args_of(job_config)
     n = min(section.max_tokens, plan.batch.seq_len)
     layers = args.n_layers + 2
@@ -150,30 +147,24 @@ def cost(
     )
     flops = find_gpu(plan.machine).bf16_flops * plan.machine.mfu
     measurements = range(0, plan.batch.steps + 1, section.interval)
+    forward_flops = plan.model.flops / plan.batch.global_batch_size / 3
+    logits = plan.batch.seq_len * args.vocab_size
     parts = {
-        "forward": sequences
-        * plan.model.flops
-        / plan.batch.global_batch_size
-        / 3
-        / flops,
-        "cross-entropy": sequences
-        * plan.batch.seq_len
-        * args.vocab_size
-        * BYTES_PER_LOGIT
-        / MEMORY_BANDWIDTH,
+        "forward": sequences * forward_flops / flops,
+        "cross-entropy": sequences * logits * BYTES_PER_LOGIT / MEMORY_BANDWIDTH,
         "products": pairs * 2 * 2 * n**2 * args.dim / FLOAT64_FLOPS,
         "eigenvalues": pairs * taken["eigenvalues"],
         "files": taken["files"],
         "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
-    everything = sum(parts.values())
+    total = sum(parts.values())
     steps = section.interval * plan.time.step_seconds
     return {
         "layers": pairs,
         **parts,
-        "sum": everything,
+        "sum": total,
         "steps": steps,
-        "part": everything / (everything + steps),
+        "part": total / (total + steps),
     }
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a process for each case, and tables."""
+"""Functions that the benchmarks share: fresh processes, times and tables."""
 
 import json
 import time
@@ -13,15 +13,16 @@ import pandas
 
 @dataclass
 class Printed:
-    """The option that all benchmarks have."""
+    """The option of all benchmarks."""
 
     json: bool = False
     """Print only one JSON object."""
 
 
 def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
-    """Call a function in a process of its own, because peak memory is a process's
-    high-water mark.
+    """Return the result of a function that is called in a new process.
+
+    Peak memory is the high-water mark of a process, so each case needs its own.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
@@ -32,8 +33,8 @@ def timed(
     *args: object,
     clock: Callable[[], float] = time.process_time,
 ) -> tuple[float, float]:
-    """Return seconds and this process's CPU seconds, which depend less on how busy the
-    machine is.
+    """Return the seconds and the CPU seconds of a call. CPU seconds depend less on other
+    work on the machine.
     """
     start = time.perf_counter()
     cpu = clock()
@@ -42,23 +43,23 @@ def timed(
 
 
 def show(as_json: bool, **results: Any) -> None:
-    """Print results as one JSON object, or as tables.
-
-    Columns have the numbers' names, and bytes are shown in MiB.
+    """Print results, which are rows or a single row by name, as one JSON object or as
+    tables. Tables have bytes in MiB.
     """
     if as_json:
         print(json.dumps(results))
         return
     for name, rows in results.items():
-        frame = pandas.DataFrame([rows] if isinstance(rows, dict) else rows).drop(
-            columns="all", errors="ignore"
-        )
+        frame = pandas.json_normalize(rows).drop(columns="all", errors="ignore")
         for column in frame.filter(like="_bytes"):
             frame[column.replace("_bytes", "_MiB")] = frame.pop(column) / 2**20
         frame.columns = [column.replace("_", " ") for column in frame.columns]
-        shown = frame.to_string(
-            index=False,
-            na_rep="",
-            float_format=lambda x: f"{x:,.0f}" if x >= 1000 else f"{x:.4g}",
-        )
-        print(f"{name.replace('_', ' ')}:\n{shown}\n")
+        table = frame.to_string(index=False, na_rep="", float_format=_digits)
+        print(f"{name.replace('_', ' ')}:\n{table}\n")
+
+
+def _digits(x: float) -> str:
+    """Return a number with four digits, or with all digits before the point."""
+    if x >= 1000:
+        return f"{x:,.0f}"
+    return f"{x:.4g}"

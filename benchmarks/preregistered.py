@@ -1,56 +1,58 @@
-"""Apply the rules of docs/preregistration.md to its sweeps. They were written before the
-runs.
+"""Apply the rules of docs/preregistration.md to the results of its sweeps. The rules were
+written before the runs.
 
     python -m benchmarks.preregistered outputs/sweeps/rate/values.csv …
 
-The files are those that ``titan-disp sweep table`` writes for the page's sweeps, in any
-order, with the metrics validation and, for B2, mean_cosine. Each prediction whose runs
-have all finished is printed with its interval.
+``titan-disp sweep table`` writes the files for the page's sweeps, with the metrics
+validation and, for B2, mean_cosine. Their order does not matter. Each prediction with
+finished runs is printed with its interval.
 """
 
-import csv
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 
 import numpy as np
+import pandas
 
 from benchmarks.evidence_runs import interval
 
 RATES = ("0.001", "0.004", "0.016")
 DOSES = ("off", "dose_coeff-0.03", "on", "dose_coeff-0.3", "dose_coeff--0.1")
-DRAWS = 20_000  # simulated experiments for a power
+DRAWS = 20_000  # number of simulated experiments
 
-Bounds = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of an interval's two ends
-Values = Mapping[tuple[str, str], Mapping[str, float]]  # (metric, condition) → by seeds
+Bounds = Callable[
+    [np.ndarray, np.ndarray], np.ndarray
+]  # takes both ends of an interval
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the interval of the mean over the seeds, at ``level``, must be.
+    """A prediction about Student's interval of the mean over the seeds."""
 
-    ``seeds`` is how many the outcome needs.
-    """
-
-    seeds: int
-    level: float
-    holds: Bounds
-    falsified: Bounds
+    seeds: int  # how many are needed
+    level: float  # of the interval
+    holds: Bounds  # whether an interval confirms the prediction
+    falsified: Bounds  # whether an interval contradicts it
 
     def verdict(self, outcome: np.ndarray) -> str:
+        """Return a line with the mean, the interval and the verdict."""
         low, high = interval(outcome, self.level)
+        words = "undecided"
         if len(outcome) < self.seeds:
             words = "seeds are missing"
         elif self.falsified(low, high):
             words = "falsified" + " (as to its size)" * bool(self.holds(low, high))
-        else:
-            words = "holds" if self.holds(low, high) else "undecided"
+        elif self.holds(low, high):
+            words = "holds"
         ends = f"{self.level:.0%} interval {low:+.4f} … {high:+.4f}"
         return f"{outcome.mean():+.4f} ({ends}, {len(outcome)} seeds): {words}"
 
     def power(self, effect: float, deviation: float) -> float:
-        """Return how often it holds in simulated experiments with a true effect."""
+        """Return the fraction of simulated experiments in which the prediction holds, if
+        the true effect and the standard deviation over seeds are these.
+        """
         size = (DRAWS, self.seeds)
         draws = np.random.default_rng(0).normal(effect, deviation, size)
         return float(self.holds(*interval(draws, self.level)).mean())
@@ -75,51 +77,45 @@ PREDICTIONS = {
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the slope of y over x, by least squares."""
     return float(np.polyfit(x, y, 1)[0])
 
 
-def read_values(files: Sequence[str]) -> Values:
-    values: dict[tuple[str, str], dict[str, float]] = {}
-    for file in files:
-        with Path(file).open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                if row["value"]:
-                    of_seeds = values.setdefault((row["metric"], row["point"]), {})
-                    of_seeds[row["seeds"]] = float(row["value"])
-    return values
+def read_values(files: Sequence[str]) -> pandas.DataFrame:
+    """Return the values of all files: a row for each combination of seeds, and a column
+    for each (metric, condition). Values of missing runs are NaN.
+    """
+    rows = pandas.concat(map(pandas.read_csv, files))
+    return rows.pivot_table("value", index="seeds", columns=["metric", "point"])
 
 
-def by_seed(values: Values, metric: str, *conditions: str) -> dict[str, np.ndarray]:
-    """Return the values of a metric by seeds, [conditions], where all have finished."""
-    of_conditions = [values.get((metric, name), {}) for name in conditions]
-    seeds = set.intersection(*(set(one) for one in of_conditions))
-    return {
-        seed: np.array([one[seed] for one in of_conditions]) for seed in sorted(seeds)
-    }
-
-
-def outcomes(values: Values) -> dict[str, np.ndarray]:
+def outcomes(values: pandas.DataFrame) -> dict[str, np.ndarray]:
     """Return the outcome of each prediction, [seeds]; empty where runs are missing."""
 
-    def difference(condition: str, baseline: str) -> np.ndarray:
-        pairs = by_seed(values, "validation", condition, baseline).values()
-        return np.array([value - other for value, other in pairs])
+    def of(metric: str, *conditions: str) -> pandas.DataFrame:
+        """Return a metric by seeds and conditions, where all runs have finished."""
+        columns = [(metric, condition) for condition in conditions]
+        return values.reindex(columns=columns).dropna()
 
-    states = [f"{state}_lr-{rate}" for state in ("on", "off") for rate in RATES]
-    at_rates = by_seed(values, "validation", *states).values()
+    def difference(condition: str, baseline: str) -> np.ndarray:
+        pairs = of("validation", condition, baseline)
+        return -np.diff(pairs.to_numpy())[:, 0]
+
+    states = map("_lr-".join, product(("on", "off"), RATES))
+    on_then_off = of("validation", *states).to_numpy()
     doublings = np.log2([float(rate) for rate in RATES])
-    losses = by_seed(values, "validation", *DOSES)
-    cosines = by_seed(values, "mean_cosine", *DOSES)
+    losses = of("validation", *DOSES)
+    cosines = of("mean_cosine", *DOSES)
+    seeds = losses.index.intersection(cosines.index)
+    pairs = zip(cosines.loc[seeds].values, losses.loc[seeds].values, strict=True)
     on = difference("on", "off")
     return {
-        "A1": np.array([slope(doublings, loss[:3] - loss[3:]) for loss in at_rates]),
+        "A1": np.array([slope(doublings, x[:3] - x[3:]) for x in on_then_off]),
         "A2": difference("on_lr-0.001", "off_lr-0.001"),
         "A3": difference("off_lr-0.0015", "on_lr-0.001"),
         "B1": on,
         "B1, no difference of 0.01 or more": on,
-        "B2": np.array(
-            [slope(cosines[seed], losses[seed]) for seed in losses if seed in cosines]
-        ),
+        "B2": np.array([slope(cosine, loss) for cosine, loss in pairs]),
     }
 
 

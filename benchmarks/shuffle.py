@@ -1,18 +1,18 @@
-"""Measure what ``stream.shuffle_window`` costs one rank.
+"""Measure the time and memory that ``stream.shuffle_window`` costs a rank.
 
     python benchmarks/shuffle.py            # a table
     python benchmarks/shuffle.py --json     # only an object with "rows"
 
-Cost is measured on one rank in one process, with a tokenizer that takes no time, so
-only the stream's own work is left. Texts have C4's lengths (benchmarks/data.py), and
-there are two files for every three slots. Every case has a process of its own, and the
-cases take turns. Times are processor time, so that other work on the machine does not
-count.
+One rank runs in one process, with a tokenizer that takes no time, so that only the work
+of the stream is measured. Texts have C4's lengths (benchmarks/data.py), and there are two
+files for every three slots. Each case has a separate process, and the cases take turns.
+Times are CPU seconds, which exclude other work on the machine.
 """
 
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Options(Printed):
     slots: list[int] = field(default_factory=lambda: [48, 2048])
     windows: list[int] = field(default_factory=lambda: [0, 64, 256, 1024])
     files: int = 8
-    """Number of files of the corpus. They get as many names as are needed."""
+    """Number of files of the corpus. Hard links give them more names."""
     documents: int = 4500
     """Documents per file."""
     seq_len: int = 2048
@@ -37,12 +37,12 @@ class Options(Printed):
     slot.
     """
     rounds: int = 3
-    """How many times the cases take turns. The median counts."""
+    """Number of rounds. The median counts."""
 
 
 def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, float]:
-    """Run all slots on one rank, in this process, and measure them."""
-    job = data.job_config(folder, str(folder.parent / "hf"), options.seq_len, 0)
+    """Return the speed and the peak memory of all slots on one rank, in this process."""
+    job = data.job_config(folder, str(folder.parent / "hf"), options.seq_len)
     job.stream.shuffle_window = window
     loader = data.ours(job, 1, slots, data.Free())
     before = resident_bytes()
@@ -54,23 +54,27 @@ def cost(folder: Path, slots: int, window: int, options: Options) -> dict[str, f
     start = time.process_time()
     count = 0
     slowest = 0.0
-    while (now := time.process_time()) - start < options.seconds:
+    while (begin := time.process_time()) - start < options.seconds:
         next(batches)
         count += 1
-        slowest = max(slowest, time.process_time() - now)
+        slowest = max(slowest, time.process_time() - begin)
     seconds = time.process_time() - start
     loader.close()
-    found = {
+    return {
         "slots": slots,
         "window": window,
         "files": len(loader.files),
         "first_seconds": first,
+        "sequences_per_second": count / seconds,
+        "slowest_seconds": slowest,
+        "peak_bytes": high_water_mark() - before,
     }
-    found |= {"sequences_per_second": count / seconds, "slowest_seconds": slowest}
-    return {**found, "peak_bytes": high_water_mark() - before}
 
 
 def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
+    """Return a row for each number of slots and each window, with the speed as a ratio
+    to that of the first window.
+    """
     data.write_corpus(
         folder, data.Options(files=options.files, documents=options.documents)
     )
@@ -83,11 +87,10 @@ def costs(folder: Path, options: Options) -> list[dict[str, Any]]:
             window: [] for window in options.windows
         }
         for window in options.windows * options.rounds:
-            measured[window].append(
-                in_a_fresh_process(cost, names, slots, window, options)
-            )
+            measure = partial(cost, names, slots, window=window, options=options)
+            measured[window].append(in_a_fresh_process(measure))
         group = [
-            data.median(found, "sequences_per_second") for found in measured.values()
+            data.median(rounds, "sequences_per_second") for rounds in measured.values()
         ]
         first = group[0]["sequences_per_second"]
         rows += [{**row, "ratio": row["sequences_per_second"] / first} for row in group]

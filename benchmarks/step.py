@@ -4,56 +4,58 @@ second, overhead, peak memory.
     python benchmarks/step.py                                              # the demo's model on a CPU, the 0.6B on a GPU
     python benchmarks/step.py --config train_configs/debug.toml --json     # only an object with "rows"
 
-One rank runs TorchTitan's trainer on random tokens. Every estimator and sequence length
-has a process of its own. The estimators take turns for --rounds rounds, and the round
-with the fastest median step counts. "saved" is the exact one with the gradients of
-large layers computed in the forward pass, as under the stock trainer. Memory is the
-allocator's peak on a GPU. On a CPU it is that of the tensors of one more step, as
-torch's MemTracker counts it. The estimate of ``titan-disp plan`` is beside it. On a CPU
-there are three more numbers, in CPU seconds of all threads, which depend less on other
-work on the machine, as fractions of the step without dispersion: what dispersion adds,
-what the step spends in the loss, and what the loss takes outside of a step.
+One rank runs TorchTitan's trainer on random tokens. Each estimator and sequence length
+has a separate process. The estimators take turns for --rounds rounds, and the round with
+the fastest median step counts. "saved" is the exact estimator, with the gradients of
+large layers computed in the forward pass, as with the stock trainer. On a GPU, memory is
+the allocator's peak. On a CPU, it is the peak of the tensors of one more step, which
+torch's MemTracker counts. "planned" is the estimate of ``titan-disp plan``.
+
+On a CPU, there are two more numbers, as fractions of the step without dispersion: the
+time that dispersion adds ("cpu overhead"), and the time of the loss in the step ("loss
+cpu overhead"). They are CPU seconds of all threads, which depend less on other work on
+the machine. (benchmarks/dispersion.py measures the loss outside of a step.)
 """
 
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from timeit import repeat
 from typing import Annotated, Any
 
 import torch
 import tyro
 
-from measuring import Printed, in_a_fresh_process, show
+from measuring import Printed, in_a_fresh_process, show, timed
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
 SAVED = "saved"
+ON_GPU = torch.cuda.is_available()
+DEFAULTS: dict[str, Any] = {
+    "config": "demo_cpu.toml",
+    "flavor": "nano",
+    "seq_len": [256, 1024],
+}
+if ON_GPU:
+    DEFAULTS = {"config": "debug.toml", "flavor": "0.6B", "seq_len": [2048, 4096]}
 
 
 @dataclass
 class Options(Printed):
-    config: str = str(
-        ROOT
-        / "train_configs"
-        / ("debug.toml" if torch.cuda.is_available() else "demo_cpu.toml")
-    )
+    config: str = str(ROOT / "train_configs" / DEFAULTS["config"])
     """The config, a TOML file."""
-    flavor: str = "0.6B" if torch.cuda.is_available() else "nano"
-    seq_len: list[int] = field(
-        default_factory=lambda: (
-            [2048, 4096] if torch.cuda.is_available() else [256, 1024]
-        )
-    )
+    flavor: str = DEFAULTS["flavor"]
+    seq_len: list[int] = field(default_factory=lambda: DEFAULTS["seq_len"])
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     steps: int = 10
-    """Steps that every process measures."""
+    """Measured steps of each process."""
     warmup: int = 2
-    """Steps before them, which compile and fill caches."""
+    """Steps before the measured ones, which compile and fill caches."""
     rounds: int = 2
     overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(
         default_factory=list
@@ -62,34 +64,26 @@ class Options(Printed):
 
 
 class LossTime:
-    """Counts the CPU seconds that steps spend in the dispersion loss, in the forward
-    and backward passes.
-    """
+    """The CPU seconds that steps spend in the dispersion loss, in forward and backward."""
 
-    def __init__(self) -> None:
+    seconds = 0.0
+
+    def install(self) -> None:
+        """Replace functions of the loss by functions that measure their time."""
         from titan_disp.dispersion.autograd import LayerValue, SavedRows
         from titan_disp.dispersion.loss import DispersionLoss
 
-        self.seconds = 0.0
-        self._call = DispersionLoss.__call__
-        self._last: tuple[DispersionLoss, torch.Tensor, int] | None = None
-
-        def call(
-            loss: DispersionLoss, zs: Sequence[torch.Tensor], *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
-            self._last = loss, zs[-1].detach(), len(zs)
-            return self._timed(self._call)(loss, zs, *args, **kwargs)
-
-        DispersionLoss.__call__ = call  # type: ignore[method-assign]
+        timed_call = self._timed(DispersionLoss.__call__)
+        DispersionLoss.__call__ = timed_call  # type: ignore[method-assign]
         for function in (LayerValue, SavedRows):
             function.backward = staticmethod(self._timed(function.backward))  # type: ignore[method-assign]
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
-            found = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             self.seconds += time.process_time() - start
-            return found
+            return result
 
         return call
 
@@ -99,37 +93,22 @@ class LossTime:
         self.seconds = 0.0
         return seconds
 
-    def alone(self) -> float:
-        """Return the seconds of the loss of all layers outside of a step: the least of
-        three, on the last activations.
-        """
-        if self._last is None:
-            return 0.0
-        loss, z, layers = self._last
-        z.requires_grad_()
-
-        def once() -> None:
-            z.grad = None
-            self._call(loss, [z]).sum().backward()
-
-        return layers * min(repeat(once, timer=time.process_time, number=1, repeat=3))
-
 
 def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
-    """Train a step more, and return the most bytes that its tensors took.
+    """Return the peak bytes of the tensors in one more training step.
 
-    Those of compiled code would not be seen.
+    Tensors of compiled code are not counted.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
-    one = trainer.forward_backward_step
+    forward_backward_step = trainer.forward_backward_step
     tracker.track_external(*trainer.model_parts, *trainer.optimizers.optimizers)
 
     def microbatch(**kwargs: Any) -> torch.Tensor:
-        # without which the tracker refuses a second microbatch
+        # Otherwise, the tracker refuses a second microbatch.
         tracker.reset_mod_stats()
-        return one(**kwargs)
+        return forward_backward_step(**kwargs)
 
     trainer.forward_backward_step = microbatch
     with tracker:
@@ -142,7 +121,11 @@ def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
 
 
 def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, Any]:
-    """Return medians over steps and the peak memory, in this process."""
+    """Return the medians over steps and the peak memory, in this process.
+
+    ``argv`` are the options of the config. ``defer``: whether the gradients of large
+    layers are computed in the backward pass.
+    """
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -166,77 +149,58 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
         trainer = Trainer(job_config)
     trainer.loss_fn.defer = defer  # type: ignore[attr-defined]
     batches = trainer.batch_generator(trainer.dataloader)
-    on_gpu = torch.cuda.is_available()
-    loss_time = None if on_gpu else LossTime()
-    seconds = []
-    cpu_seconds = []
-    loss_seconds = []
-    for step in range(warmup + steps):
-        if step == warmup and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        cpu_start = time.process_time()
+
+    def step() -> None:
         trainer.step += 1
         trainer.train_step(batches)
-        if on_gpu:
+        if ON_GPU:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
-        if loss_time is not None:
-            loss_seconds.append(loss_time.take())
-    peak = (
-        torch.cuda.max_memory_allocated() if on_gpu else tracked_peak(trainer, batches)
-    )
-    planned = estimate(
-        job_config, meta_model(job_config), 1, trainer.gradient_accumulation_steps > 1
-    )
-    return {
-        "seconds": statistics.median(seconds[warmup:]),
-        "cpu_seconds": statistics.median(cpu_seconds[warmup:]),
-        "loss_cpu_seconds": None
-        if loss_time is None
-        else statistics.median(loss_seconds[warmup:]),
-        "loss_alone_cpu_seconds": None if loss_time is None else loss_time.alone(),
-        "tokens": tokens_per_step(job_config, 1),
-        "peak_bytes": peak,
-        "planned_bytes": planned.total,
-    }
+
+    for _ in range(warmup):
+        step()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    loss_time = LossTime()
+    if not ON_GPU:  # where the host only launches kernels
+        loss_time.install()
+    times = []
+    for _ in range(steps):
+        times.append((*timed(step), loss_time.take()))
+    medians = map(statistics.median, zip(*times, strict=True))
+    names = ("seconds", "cpu_seconds", "loss_cpu_seconds")
+    numbers: dict[str, Any] = dict(zip(names, medians, strict=True))
+    if ON_GPU:
+        numbers["loss_cpu_seconds"] = None
+        numbers["peak_bytes"] = torch.cuda.max_memory_allocated()
+    else:
+        numbers["peak_bytes"] = tracked_peak(trainer, batches)
+    accumulates = trainer.gradient_accumulation_steps > 1
+    planned = estimate(job_config, meta_model(job_config), 1, accumulates)
+    numbers["planned_bytes"] = planned.total
+    numbers["tokens"] = tokens_per_step(job_config, 1)
+    return numbers
 
 
 def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
-    on = (
-        "--dispersion.enabled",
-        "--dispersion.estimator",
-        "exact" if estimator == SAVED else estimator,
-    )
-    dispersion = on if estimator != "off" else ("--dispersion.no-enabled",)
+    """Return the numbers of an estimator, measured in a fresh process."""
+    dispersion = "--dispersion.enabled --dispersion.estimator "
+    if estimator == "off":
+        dispersion = "--dispersion.no-enabled"
+    elif estimator == SAVED:
+        dispersion += "exact"
+    else:
+        dispersion += estimator
     with tempfile.TemporaryDirectory() as folder:
-        argv = [
-            *(
-                "--job.config_file",
-                options.config,
-                "--job.dump_folder",
-                folder,
-                "--model.flavor",
-                options.flavor,
-            ),
-            *(
-                "--training.seq_len",
-                str(seq_len),
-                "--training.steps",
-                "10000",
-                "--checkpoint.no-enable",
-            ),
-            *(
-                "--metrics.no-enable_tensorboard",
-                "--metrics.log_freq",
-                "1000000",
-                *dispersion,
-            ),
-            *options.overrides,
-        ]
+        words = (
+            f"--job.config_file {options.config} --job.dump_folder {folder} "
+            f"--model.flavor {options.flavor} --training.seq_len {seq_len} "
+            "--training.steps 10000 --checkpoint.no-enable "
+            f"--metrics.no-enable_tensorboard --metrics.log_freq 1000000 {dispersion}"
+        )
+        argv = [*words.split(), *options.overrides]
+        defer = estimator != SAVED
         return in_a_fresh_process(
-            measure, argv, options.warmup, options.steps, estimator != SAVED
+            partial(measure, argv, options.warmup, options.steps, defer=defer)
         )
 
 
@@ -246,29 +210,25 @@ def main(options: Options) -> None:
         best: dict[str, dict[str, Any]] = {}
         for _ in range(options.rounds):
             for estimator in options.estimators:
-                found = run(options, seq_len, estimator)
-                if (
-                    estimator not in best
-                    or found["seconds"] < best[estimator]["seconds"]
-                ):
-                    best[estimator] = found
+                numbers = run(options, seq_len, estimator)
+                fastest = best.setdefault(estimator, numbers)
+                if numbers["seconds"] < fastest["seconds"]:
+                    best[estimator] = numbers
         off = best.get("off")
-        for estimator, found in best.items():
+        for estimator, numbers in best.items():
             row = {
                 "estimator": estimator,
                 "flavor": options.flavor,
                 "seq_len": seq_len,
-                **found,
+                **numbers,
+                "tokens_per_second": numbers["tokens"] / numbers["seconds"],
             }
-            row["tokens_per_second"] = found["tokens"] / found["seconds"]
-            row["overhead"] = (
-                None if off is None else found["seconds"] / off["seconds"] - 1
-            )
-            if off is not None and found["loss_cpu_seconds"] is not None:
-                step = off["cpu_seconds"]
-                row["cpu_overhead"] = found["cpu_seconds"] / step - 1
-                row["loss_cpu_overhead"] = found["loss_cpu_seconds"] / step
-                row["loss_alone_cpu_overhead"] = found["loss_alone_cpu_seconds"] / step
+            if off is not None:
+                row["overhead"] = numbers["seconds"] / off["seconds"] - 1
+                if not ON_GPU:
+                    step = off["cpu_seconds"]
+                    row["cpu_overhead"] = numbers["cpu_seconds"] / step - 1
+                    row["loss_cpu_overhead"] = numbers["loss_cpu_seconds"] / step
             rows.append(row)
     show(options.json, rows=rows)
 

@@ -1,21 +1,22 @@
-"""Write which of the names that titan_disp imports from TorchTitan have moved or are
-gone in another version, into the last section of docs/port.md.
+"""Compare the names that titan-disp imports from TorchTitan with another version, and
+write the names that have moved or are gone into the last section of docs/port.md.
 
     pip download --no-deps "torchtitan==0.3.*" --dest build
     python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
 
-Both sides are read with ast; nothing is imported or installed. A name that is still
-there may take other arguments. What takes the place of a name is in
-benchmarks/torchtitan_port.toml.
+The sources are read with ast; nothing is imported or installed. A name that still exists
+may have other arguments. benchmarks/torchtitan_port.toml has the successors of names.
 """
 
 import ast
+import shutil
+import symtable
 import sys
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import tomli
@@ -28,54 +29,37 @@ HEADING = "## The names\n"
 
 
 class Imported(NamedTuple):
-    module: str  # torchtitan.components.loss
+    """A name that titan-disp imports."""
+
+    module: str  # such as torchtitan.components.loss
     name: str
 
 
-def modules_of(wheel: Path) -> dict[str, str]:
-    """Return module → source of a wheel, or of a folder with the package, without the
-    experiments.
+def modules_of(folder: Path) -> dict[str, str]:
+    """Return the source of each module of the package in a folder, by the module's name.
+    Experiments are left out.
     """
-    if wheel.is_dir():
-        files = {
-            str(file.relative_to(wheel)): file.read_text()
-            for file in wheel.glob("torchtitan/**/*.py")
-        }
-    else:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [
-                n
-                for n in archive.namelist()
-                if n.startswith("torchtitan/") and n.endswith(".py")
-            ]
-            files = {name: archive.read(name).decode() for name in names}
-    found = {
-        name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): text
-        for name, text in files.items()
-    }
-    return {
-        name: text
-        for name, text in found.items()
-        if not name.startswith("torchtitan.experiments.")
-    }
+    modules = {}
+    for file in folder.glob("torchtitan/**/*.py"):
+        parts = file.relative_to(folder).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        if not name.startswith("torchtitan.experiments."):
+            modules[name] = file.read_text()
+    return modules
 
 
 def imported_by(package: Path) -> set[Imported]:
-    """Return the names in from-imports, and the attributes of modules that are imported
-    under a name.
+    """Return the names of from-imports, and the used attributes of modules that are
+    imported with "as".
     """
-    found = set()
+    names = set()
     for file in package.rglob("*.py"):
         tree = ast.parse(file.read_text())
         aliases = {}
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (node.module or "").split(".")[0] == "torchtitan"
-            ):
-                found |= {
-                    Imported(str(node.module), alias.name) for alias in node.names
-                }
+            if isinstance(node, ast.ImportFrom):
+                if (node.module or "").split(".")[0] == "torchtitan":
+                    names |= {Imported(str(node.module), a.name) for a in node.names}
             elif isinstance(node, ast.Import):
                 aliases |= {
                     a.asname: a.name
@@ -83,28 +67,20 @@ def imported_by(package: Path) -> set[Imported]:
                     if a.asname and a.name.startswith("torchtitan.")
                 }
         for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in aliases
-            ):
-                found.add(Imported(aliases[node.value.id], node.attr))
-    return found
+            match node:
+                case ast.Attribute(value=ast.Name(id=alias)) if alias in aliases:
+                    names.add(Imported(aliases[alias], node.attr))
+    return names
 
 
 def names_in(source: str) -> tuple[set[str], set[str]]:
-    """Return the names that a module's top level defines, and those that it imports."""
-    defined = set()
-    taken = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            taken |= {alias.asname or alias.name for alias in node.names}
-    return defined, taken
+    """Return the names that a module defines at its top level, and the names that it
+    imports there.
+    """
+    symbols = symtable.symtable(source, "module", "exec").get_symbols()
+    imported = {symbol.get_name() for symbol in symbols if symbol.is_imported()}
+    assigned = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
+    return assigned - imported, imported
 
 
 def compare(
@@ -112,26 +88,24 @@ def compare(
 ) -> Iterator[tuple[Imported, str]]:
     """Yield each import with "there", "elsewhere: MODULE, …" or "gone"."""
     names = {module: names_in(source) for module, source in modules.items()}
-    for wanted in sorted(imports):
-        defined, taken = names.get(wanted.module, (set(), set()))
-        places = sorted(
-            module for module, (own, _) in names.items() if wanted.name in own
-        )
-        if (
-            wanted.name in defined | taken
-            or f"{wanted.module}.{wanted.name}" in modules
-        ):
-            yield wanted, "there"
+    for module, name in sorted(imports):
+        defined, imported = names.get(module, (set(), set()))
+        places = sorted(other for other in names if name in names[other][0])
+        place = "gone"
+        if name in defined | imported or f"{module}.{name}" in modules:
+            place = "there"
         elif places:
-            yield wanted, f"elsewhere: {', '.join(places)}"
-        else:
-            yield wanted, "gone"
+            place = f"elsewhere: {', '.join(places)}"
+        yield Imported(module, name), place
 
 
 def section(wheel: Path) -> str:
-    """Return the text below the heading of the page's last section, in Markdown."""
+    """Return the text of the page's last section, in Markdown, without its heading."""
     version = wheel.name.split("-")[1]
-    places = list(compare(imported_by(PACKAGE), modules_of(wheel)))
+    with TemporaryDirectory() as folder:
+        shutil.unpack_archive(wheel, folder, "zip")
+        modules = modules_of(Path(folder))
+    places = list(compare(imported_by(PACKAGE), modules))
     counts = Counter(place.partition(":")[0] for _, place in places)
     successors = tomli.loads(SUCCESSORS.read_text())
     lines = [
@@ -141,11 +115,10 @@ def section(wheel: Path) -> str:
         f"| name in 0.2.2 | in {version} |",
         "|---|---|",
     ]
-    for wanted, place in places:
+    for imported, place in places:
         if place != "there":
-            name = f"{wanted.module}.{wanted.name}"
-            successor = successors.get(name, place)
-            lines.append(f"| `{name}` | {successor} |")
+            name = ".".join(imported)
+            lines.append(f"| `{name}` | {successors.get(name, place)} |")
     return "\n".join(lines) + "\n"
 
 

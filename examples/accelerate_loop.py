@@ -27,12 +27,12 @@ def train(example: Example) -> None:
     for microbatch, batch in zip(range(1, microbatches + 1), loader, strict=False):
         with accelerator.accumulate(model):
             ce = model(**batch).loss
-            # Which divides by the number of microbatches
+            # backward divides the loss by the number of microbatches.
             accelerator.backward(ce + handle.loss())
             optimizer.step()
             optimizer.zero_grad()
-        step, rest = divmod(microbatch, example.accumulation)
-        if not rest and (step == 1 or step % example.every == 0):
+        step, remainder = divmod(microbatch, example.accumulation)
+        if not remainder and (step == 1 or step % example.every == 0):
             dispersion = torch.stack([*handle.losses.values()]).mean()
             accelerator.print(
                 f"step {step:4}  cross-entropy {ce.item():.3f}  dispersion "

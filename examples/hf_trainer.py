@@ -12,6 +12,7 @@ each (torchrun or accelerate launch).
 import argparse
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -30,15 +31,14 @@ from transformers import (
 
 from titan_disp.dispersion import attach
 
-# after the bytes
-PAD = 256
+PAD = 256  # the token ids 0 to 255 are bytes
 VOCABULARY = 257
 IGNORED = -100  # the label of positions that the cross-entropy ignores
 
 
 class DispersionTrainer(Trainer):
-    """A Trainer that minimises cross-entropy + λ · dispersion in training, and measures
-    cross-entropy alone in evaluation.
+    """A Trainer that minimises cross-entropy + λ · dispersion in training. In evaluation,
+    the loss is the cross-entropy.
 
     Args:
         dispersion: arguments of ``titan_disp.dispersion.attach``, such as coeff (λ),
@@ -61,8 +61,8 @@ class DispersionTrainer(Trainer):
         # num_items_in_batch is the number of labels of the whole step, over all
         # microbatches and ranks. The cross-entropy is a sum over this microbatch,
         # divided by that number, and Trainer adds up the microbatches. Dispersion needs
-        # the same scale, or it would be multiplied by the number of microbatches. So
-        # every sequence is weighted by its number of labels.
+        # the same scale: otherwise, it would be multiplied by the number of microbatches.
+        # So each sequence is weighted by its number of labels.
         labels = (inputs["labels"][:, 1:] != IGNORED).sum(1)
         if num_items_in_batch is None:
             # The model's loss is a mean, which Trainer divides by the number of
@@ -70,20 +70,20 @@ class DispersionTrainer(Trainer):
             weights = labels / labels.sum()
         else:
             # Gradients are averaged over the ranks, so Trainer multiplies the
-            # cross-entropy by their number.
-            ranks = (
-                self.accelerator.num_processes
-                if self.args.average_tokens_across_devices
-                else 1
-            )
+            # cross-entropy by the number of ranks.
+            ranks = 1
+            if self.args.average_tokens_across_devices:
+                ranks = self.accelerator.num_processes
             weights = labels * ranks / num_items_in_batch
         ce, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self.handle.step = self.state.global_step
         loss = ce + self.handle.loss(weights)  # 0 in evaluation
-        return (loss, outputs) if return_outputs else loss
+        if return_outputs:
+            return loss, outputs
+        return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Also log the dispersion of this rank's last sequences, without λ."""
+        """Log also the dispersion of this rank's last microbatch, without λ."""
         if "loss" in logs:
             logs["dispersion"] = (
                 torch.stack([*self.handle.losses.values()]).mean().item()
@@ -103,10 +103,11 @@ class Example(NamedTuple):
     accumulation: int = 2
     seq_len: int = 96
     lr: float = 3e-3
-    every: int = 10
+    every: int = 10  # steps between two lines of output
 
 
 def build_model(name: str, seq_len: int) -> PreTrainedModel:
+    """Return a small model with random weights. ``name`` is "qwen3" or "gpt2"."""
     if name == "gpt2":
         shape: dict[str, Any] = {
             "n_embd": 64,
@@ -120,7 +121,7 @@ def build_model(name: str, seq_len: int) -> PreTrainedModel:
             vocab_size=VOCABULARY, use_cache=False, **shape, **dropout, **ids
         )
         model = GPT2LMHeadModel(config)
-        # transformers expects these words in the name of the class
+        # transformers looks for these words in the name of the class.
         model.loss_type = "ForCausalLM"
         return model
     shape = {
@@ -137,13 +138,13 @@ def build_model(name: str, seq_len: int) -> PreTrainedModel:
 
 
 def sequences(seq_len: int) -> list[list[int]]:
-    """Return paragraphs as bytes; they have unequal lengths, like documents."""
-    paragraphs = (text for topic in topics.values() for text in topic.split("\n\n"))
+    """Return pydoc's paragraphs as bytes. They have unequal lengths, like documents."""
+    paragraphs = chain.from_iterable(text.split("\n\n") for text in topics.values())
     return [list(text.encode()[:seq_len]) for text in paragraphs if len(text) > 16]
 
 
 def collate(batch: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Pad sequences on the right to the longest one."""
+    """Return a batch in which all sequences are padded on the right to the longest."""
     tokens = [torch.tensor(sequence) for sequence in batch]
     input_ids = torch.nn.utils.rnn.pad_sequence(
         tokens, batch_first=True, padding_value=PAD
@@ -182,16 +183,16 @@ def build_trainer(example: Example, folder: str) -> DispersionTrainer:
 
 
 def typed(description: str | None) -> Example:
+    """Return the settings on the command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in Example()._asdict().items():
-        choices = ("qwen3", "gpt2") if name == "model" else None
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(default),
             default=default,
-            choices=choices,
+            choices=("qwen3", "gpt2") if name == "model" else None,
         )
     return Example(**vars(parser.parse_args()))
 

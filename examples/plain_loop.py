@@ -36,8 +36,8 @@ class Transformer(nn.Module):
         self.output = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Map tokens [B, N] to logits [B, N, V] and the blocks' outputs [B, N, F]; the
-        last is before the final norm.
+        """Return logits [B, N, V] and each block's output [B, N, F] for tokens [B, N].
+        The last output is before the final norm.
         """
         n = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(n, device=tokens.device)
@@ -50,13 +50,16 @@ class Transformer(nn.Module):
 
 
 class Row(NamedTuple):
+    """The measurements of a step."""
+
     step: int
     cross_entropy: float
     dispersion: float
-    cosine: float  # of the last block's output, the mean over all pairs of tokens
+    cosine: float  # mean over all pairs of tokens of the last block's output
 
 
 def mean_cosine(z: Tensor) -> Tensor:
+    """Return the mean cosine over all pairs of different tokens of z [B, N, F]."""
     u = nn.functional.normalize(z.detach(), dim=-1)
     n = u.shape[1]
     return ((u.sum(1).square().sum(-1) - n) / (n * (n - 1))).mean()
@@ -83,7 +86,7 @@ def train(
         batch = text[starts + torch.arange(seq_len + 1)]
         logits, hidden = model(batch[:, :-1])
         ce = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        # [layers, B] has one value for every layer and sequence
+        # dispersion_losses returns [layers, B]: a value for every layer and sequence.
         dispersion = dispersion_losses(hidden).mean()
         (ce + coeff * dispersion).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Write a column of Parquet files as plain text for titan-disp condensation --text: a
+"""Write a column of Parquet files as plain text for titan-disp condensation --text, one
 line per row, without empty rows.
 
 titan-disp data fetch data/squad --dataset hf:rajpurkar/squad:plain_text:train
@@ -13,8 +13,8 @@ import pyarrow.parquet
 
 
 def rows(source: Path, column: str) -> Iterator[str]:
-    """Yield the rows of the train split below a folder, or of all its files if no name
-    contains train.
+    """Yield the rows of all Parquet files below a folder whose names contain "train", or
+    of all Parquet files if there is no such name.
     """
     files = sorted(source.rglob("*.parquet"))
     if not files:
@@ -27,7 +27,7 @@ def rows(source: Path, column: str) -> Iterator[str]:
 def main(source: Path, column: str, dest: Path) -> None:
     with open(dest, "w", encoding="utf-8") as text:
         for row in rows(source, column):
-            text.write(row if row.endswith("\n") else row + "\n")
+            text.write(row.removesuffix("\n") + "\n")
     print(f"{dest}: {dest.stat().st_size / 1e6:.1f} MB")
 
 

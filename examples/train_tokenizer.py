@@ -1,4 +1,4 @@
-"""Train a tokenizer on your own text: byte-level BPE, the kind that GPT-2 has, as a
+"""Train a tokenizer on your own text: byte-level BPE, as GPT-2 has. The result is a
 folder for model.hf_assets_path.
 
 python examples/train_tokenizer.py /data/corpus assets/own_tokenizer 16384
@@ -23,18 +23,17 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import UserError
 
 EOS = "<|endoftext|>"  # separates documents
-LEAST = 257  # all bytes, so that no text is unknown, and EOS
+LEAST = 257  # tokens: EOS and all bytes, so that every text can be encoded
 CHARACTERS = 200_000_000
 LONGEST = 64 << 20  # bytes of a document
 
 
 class Corpus:
-    """These are the texts of a folder, file or glob, without documents that cannot be
-    used.
+    """The texts of a folder, file or glob. Documents that cannot be used are skipped.
 
     Attributes:
-        used: documents that were used so far.
-        skipped: reasons why documents could not be used.
+        used: the number of documents that were used so far.
+        skipped: the reason for each skipped document.
     """
 
     def __init__(self, source: str, text_field: str) -> None:
@@ -67,7 +66,7 @@ class Corpus:
 
 
 def first(texts: Corpus, characters: int) -> Iterator[str]:
-    """Yield texts until they have this many characters in total."""
+    """Yield texts until they have ``characters`` characters in total."""
     read = 0
 
     def count(text: str) -> bool:
@@ -79,7 +78,9 @@ def first(texts: Corpus, characters: int) -> Iterator[str]:
 
 
 def train(source: str, dest: Path, vocab_size: int, text_field: str) -> Tokenizer:
-    """Train the tokenizer, and write tokenizer.json and tokenizer_config.json."""
+    """Return a trained tokenizer, and write it as tokenizer.json and
+    tokenizer_config.json.
+    """
     corpus = Corpus(source, text_field)
     dest.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument(
         "--text-field",
         default="text",
-        help="field or column of the text, as stream.text_field",
+        help="field or column of the text, like stream.text_field",
     )
     args = parser.parse_args()
     if args.vocab_size < LEAST:

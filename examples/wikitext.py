@@ -1,5 +1,5 @@
-"""Write wikitext-103, whose rows are single lines and a third of them empty, as
-documents for titan-disp: articles.
+"""Write wikitext-103 as documents for titan-disp, one per article. (In the data set, a
+row is a single line, and a third of the rows are empty.)
 
 titan-disp data fetch data/wikitext --dataset hf:Salesforce/wikitext:wikitext-103-raw-v1
 python examples/wikitext.py data/wikitext/wikitext-103-raw-v1 data/wikitext-103
@@ -15,20 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TITLE = re.compile(r" = [^=].* = \n")  # titles of sections have " = = "
-# stream.seed shuffles the files, but documents only within a few hundred
+# The number of files. A seed shuffles all files, but documents only among a few hundred,
+# so many files give a better order.
 FILES = {"train": 64, "validation": 1}
 TEXT = {"train": "wiki.train.*", "validation": "wiki.valid.*"}
 
 
 def find(source: Path, split: str) -> list[Path]:
-    """Return a split's files: Parquet if there are any, otherwise text."""
+    """Return the files of a split: Parquet files if there are any, otherwise text."""
     return sorted(source.glob(f"{split}-*.parquet")) or sorted(source.glob(TEXT[split]))
 
 
 def rows(file: Path) -> Iterator[str]:
-    """Yield lines with their line ends, without blank lines.
-
-    Parquet files have "" for those.
+    """Yield lines with their line ends. Blank lines are omitted in text files, and are ""
+    in Parquet files.
     """
     if file.suffix == ".parquet":
         import pyarrow.parquet
@@ -42,8 +42,8 @@ def rows(file: Path) -> Iterator[str]:
 
 
 def articles(files: list[Path]) -> Iterator[str]:
-    """Yield the texts of a split's articles, each from its title to the line before the
-    next title.
+    """Yield the text of each article in the files of a split, from its title to the line
+    before the next title.
     """
     lines: list[str] = []
     for file in files:

@@ -201,12 +201,12 @@ def test_what_cannot_keep_to_documents(sample):
         (
             "dispersion.estimator",
             "moments",
-            "dispersion.estimator is 'moments', which cannot keep to the pairs within",
+            "dispersion.estimator is 'moments', which cannot be limited to pairs within",
         ),
         (
             "dispersion.losses",
             [{"variant": "koleo"}],
-            r"losses\[0\].variant is 'koleo', which is no loss",
+            r"losses\[0\].variant is 'koleo', which is not a loss",
         ),
         (
             "parallelism.context_parallel_degree",

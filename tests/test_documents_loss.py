@@ -141,7 +141,7 @@ NUMBERS = torch.zeros(2, 8, dtype=torch.int64)
         (
             {"variant": "vicreg"},
             {},
-            "is 'vicreg', which is no loss of pairs.*expected one of angular, .*simctg",
+            "is 'vicreg', which is not a loss of pairs.*expected one of angular, .*simctg",
         ),
         (
             {},

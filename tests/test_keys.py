@@ -360,12 +360,12 @@ AC = "activation_checkpoint"
         (
             {"lr_scheduler.warmup_steps": 1000},
             "lr_scheduler.warmup_steps 1000 and decay_ratio need 1000 steps, more than "
-            "the 300 of the schedule: TorchTitan takes 300 of warm-up and 0 of decay",
+            "the 300 of the schedule: TorchTitan shortens them to 300 of warm-up and 0 of decay",
         ),
         (
             {"lr_scheduler.decay_ratio": 0.9},
             "lr_scheduler.warmup_steps 60 and decay_ratio need 330 steps, more than the "
-            "300 of the schedule: TorchTitan takes 60 of warm-up and 240 of decay",
+            "300 of the schedule: TorchTitan shortens them to 60 of warm-up and 240 of decay",
         ),
         (
             {"memory_estimation.enable": True},
@@ -536,7 +536,8 @@ def test_the_peak_is_what_is_furthest_from_zero():
             {"lr_scheduler.total_steps": 200},
             [
                 "the learning rate rises again after its peak, to 0.0131617 in the "
-                "last step, 300: lr_scheduler.total_steps 200 ends before. Leave it out"
+                "last step, 300, because lr_scheduler.total_steps is 200. Leave total_steps"
+                " out"
             ],
         ),
         (

@@ -332,7 +332,7 @@ def test_a_backward_pass_that_does_not_reach_all_activations(every_layer_alone):
     loss = objective(defer=True)
     value = loss(model(torch.randn(3, 9, 6)), labels)
     loss(model(torch.randn(3, 9, 6)), labels).backward()
-    with pytest.raises(RuntimeError, match="of some activations have not arrived"):
+    with pytest.raises(RuntimeError, match="has not reached some activations"):
         loss.take_late()
     assert loss.take_late() is None  # nothing of that step is left
     value.backward()

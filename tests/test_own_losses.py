@@ -304,7 +304,7 @@ class OtherDefault(NotDecorated):
         (
             "various:OtherDefault",
             {},
-            "has the default tau = 0.05, but that of the key is 1.0: leave",
+            "has the default tau = 0.05, but the key has the default 1.0: leave",
         ),
         (
             "my_losses:Band",

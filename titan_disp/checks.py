@@ -61,7 +61,7 @@ from titan_disp.errors import (
     reported,
 )
 from titan_disp.job_config import all_facts
-from titan_disp.models.arguments import activation_indices, named
+from titan_disp.models.arguments import activation_indices, text_of_flavor
 from titan_disp.models.baselines import check_baseline
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.checkpoint import check_initial_load, missing_step
@@ -388,7 +388,7 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
 
 def _flavor(job_config: JobConfig) -> str:
     """Return the name of the model's flavor with its overrides, for messages."""
-    return named(job_config.model.flavor, job_config.model.overrides)
+    return text_of_flavor(job_config.model.flavor, job_config.model.overrides)
 
 
 def check_batch(job_config: JobConfig, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The name of a number that is logged, of the whole run or of one source of data."""
+"""The name of a logged number, which belongs to the whole run or to a source of data."""
 
 
 class Metric(str):
@@ -6,7 +6,7 @@ class Metric(str):
 
     Attributes:
         name: the name without the source.
-        source: the source of data; "" stands for the whole run.
+        source: the source of data; "" means the whole run.
     """
 
     name: str

@@ -1,13 +1,11 @@
-"""The training objective is CE + λ · dispersion, scaled for a trainer that sums its
-losses.
+"""The training objective CE + λ · dispersion, scaled for a trainer that sums its losses.
 
 TorchTitan 0.2.2 sums CE over the local tokens, divides by the *global* number of valid
-tokens, and sums gradients over ranks and microbatches. A mean auxiliary loss added
-naively would therefore be multiplied by ranks × accumulation steps. Here each
-sequence's dispersion is multiplied by its number of valid labels (over the whole
-sequence). The same division then makes it a mean over sequences, weighted by their
-valid labels, for any mesh and any accumulation. λ may change over a run
-(``schedules.CoeffSchedule``).
+tokens, and sums gradients over ranks and microbatches. If the mean dispersion were simply
+added, it would be multiplied by ranks × accumulation steps. Instead, the dispersion of
+each sequence is multiplied by the sequence's number of valid labels. The division by the
+number of valid tokens then gives a mean over sequences, weighted by their valid labels,
+for any mesh and any accumulation. λ may change over a run (``schedules.CoeffSchedule``).
 """
 
 import math
@@ -34,14 +32,14 @@ from titan_disp.models.decoder import Predictions
 
 
 class LossLedger:
-    """Accumulate the loss terms since the last reset.
+    """The sums of the loss terms since the last reset.
 
     The sums stay on the device, so adding never waits for the GPU.
 
     Attributes:
-        sources: number of this rank's slots (streams of documents) that read each
-            source of data, in the order of the slots, if each source shall have a mean
-            of its own. The sequences of a rank come from its slots in turn.
+        sources: by source of data, the number of this rank's slots (streams of
+            documents) that read the source, in the order of the slots. The sequences of
+            a rank come from its slots in turn. If empty, sources have no means.
     """
 
     def __init__(self) -> None:
@@ -50,8 +48,8 @@ class LossLedger:
 
     def reset(self) -> None:
         self._names: list[str] = []
-        self._sums: Tensor | None = None  # [names] float64, on this rank
-        # for each microbatch [2, B]: cross-entropy and valid tokens of each sequence
+        self._sums: Tensor | None = None  # this rank's sums, float64 [names]
+        # Cross-entropy and valid tokens of each sequence, [2, B] per microbatch
         self._rows: list[Tensor] = []
         self._worst_fit: Tensor | None = None
 
@@ -68,8 +66,8 @@ class LossLedger:
             ce: cross-entropy, summed over the valid tokens.
             dispersion: dispersion without λ, summed over the valid tokens.
             tokens: number of valid tokens.
-            losses: if dispersion is a weighted sum of several losses, each without its
-                weight.
+            losses: if dispersion is a weighted sum of several losses, these losses
+                without their weights, by name.
         """
         self._names = [
             "ce",
@@ -83,38 +81,40 @@ class LossLedger:
                 for term in (ce, dispersion, tokens, *losses.values())
             ]
         )
-        self._sums = sums if self._sums is None else self._sums + sums
+        if self._sums is not None:
+            sums = self._sums + sums
+        self._sums = sums
 
     def add_rows(self, ce: Tensor, tokens: Tensor) -> None:
         """Add the next sequences.
 
         Args:
-            ce: [B], the cross-entropy of each, summed over its valid tokens.
-            tokens: [B], the number of these tokens.
+            ce: [B], the cross-entropy of each sequence, summed over its valid tokens.
+            tokens: [B], the number of valid tokens of each sequence.
         """
         self._rows.append(torch.stack([ce.detach().double(), tokens.double()]))
 
     def add_fit_errors(self, errors: Tensor) -> None:
         """Add relative errors, of any shape, of the moments estimator's fits.
 
-        The largest since the last reset is kept.
+        Only the largest error since the last reset is stored.
         """
         worst = errors.detach().max()
-        self._worst_fit = (
-            worst if self._worst_fit is None else torch.maximum(self._worst_fit, worst)
-        )
+        if self._worst_fit is not None:
+            worst = torch.maximum(self._worst_fit, worst)
+        self._worst_fit = worst
 
     def non_finite(self) -> Tensor | None:
-        """Return whether CE and dispersion are not finite on this rank.
-
-        The result is [2] bool on the device, or None before any add.
+        """Return whether CE and dispersion are not finite on this rank, bool [2] on the
+        device; None before the first ``add``.
         """
-        return None if self._sums is None else ~self._sums[:2].isfinite()
+        if self._sums is None:
+            return None
+        return ~self._sums[:2].isfinite()
 
     def worst_fit(self, mesh: DeviceMesh | None) -> float | None:
-        """Return the largest error of a fit on all ranks of ``mesh``.
-
-        Returns None if nothing was fitted. A collective call.
+        """Return the largest error of a fit on all ranks of ``mesh``; None if nothing was
+        fitted. This is a collective call.
         """
         if self._worst_fit is None:
             return None
@@ -128,7 +128,8 @@ class LossLedger:
 
         The names are "ce" and "dispersion", "dispersion_NAME" for each loss if there
         are several, and "ce/NAME" for each source if rows were added. A mean over no
-        token is NaN. Returns None before any add. A collective call.
+        token is NaN. Before the first ``add``, the result is None. This is a collective
+        call.
         """
         if self._sums is None:
             return None
@@ -147,14 +148,13 @@ class LossLedger:
         return means
 
     def _source_sums(self) -> list[Tensor]:
-        """Return for each source this rank's cross-entropy and valid tokens.
-
-        Each is [2] float64. The list is empty if no rows were added.
+        """Return this rank's sums of cross-entropy and valid tokens, float64 [2] for each
+        source. The list is empty if no rows were added.
         """
         if not self._rows:
             return []
         slots = list(self.sources.values())
-        # Row i of the rank is a sequence of slot i modulo the number of slots.
+        # Row i of the rank is a sequence of slot (i mod number of slots).
         slot_sums = torch.cat(self._rows, 1).unflatten(1, (-1, sum(slots))).sum(1)
         return [source_sums.sum(1) for source_sums in slot_sums.split(slots, 1)]
 
@@ -164,9 +164,10 @@ def in_backward(
 ) -> bool:
     """Return whether to compute the gradients of losses in a trainer's backward pass.
 
-    This needs layers ``zs`` so large that each is computed alone anyway, and sequences
-    that are not sharded. Otherwise, forward gathers the next layer while it computes
-    one, and a rank saves only its own shard's gradient. Sampled losses save rows.
+    This saves memory, and is done if the layers ``zs`` are so large that each is computed
+    alone anyway, and sequences are not sharded. If they are sharded, forward is faster,
+    because it gathers the next layer while it computes one, and a rank saves only its
+    own shard's gradient. Sampled losses save only a few rows.
     """
     return (
         not sharded
@@ -177,43 +178,42 @@ def in_backward(
 
 @dataclass(eq=False)
 class _Microbatch:
-    """What the losses of one forward pass need.
+    """The inputs of the losses in one forward pass, except the activations.
 
-    Hooks on the activations hold it, so it must not hold the activations: neither would
-    be freed.
+    Hooks on the activations hold this object. If it also held the activations, the
+    reference cycle would keep both in memory.
     """
 
     ce: Tensor  # detached; summed over this rank's valid tokens
     tokens: Tensor  # number of this rank's valid tokens
     weights: Tensor  # [B], number of valid labels of each whole sequence
-    step: int
-    layers: int
-    mask: TokenMask | None  # documents, if only the pairs within them count
+    step: int  # number of completed steps
+    layers: int  # number of layers
+    mask: TokenMask | None  # the documents, if only pairs within documents count
     ledger: "LossLedger | None"  # None in validation
-    fit_errors: list[Tensor] = field(default_factory=list)  # which the losses append
+    fit_errors: list[Tensor] = field(default_factory=list)  # the losses append errors
 
 
 @dataclass
 class DispersionObjective:
-    """Compute TorchTitan's ``loss_fn(predictions, labels)`` with dispersion added.
+    """TorchTitan's ``loss_fn(predictions, labels)`` with dispersion added.
 
     Attributes:
-        cross_entropy: takes logits [B, N, V], or what the model returns in their place,
-            and labels [B, N]. Returns CE summed over the valid tokens, or a pair of
-            this and CE of each token [B · N], which the ledger needs to tell sources
-            apart.
+        cross_entropy: takes logits [B, N, V] or ``HiddenStates``, and labels [B, N].
+            Returns CE summed over the valid tokens, or a pair of the sum and CE of each
+            token [B · N], which the ledger needs for the means of sources.
         losses: the dispersion loss, or a dict from name to (weight, loss).
         coeff: λ as a function of the number of completed steps.
-        step: returns the number of completed steps, which also decides which positions
-            are sampled.
+        step: returns the number of completed steps, which also determines the sampled
+            positions.
         group: ranks over which the sequence of the activations is sharded (TP, CP, or
             CP×TP flattened).
         cp_group: ranks over which the labels are sharded too (CP).
         within_documents: whether the losses take only the pairs within documents.
             Predictions must then have segments.
         defer: whether to compute the gradients of large layers in the backward pass, so
-            that none is saved. The loss returned then does not contain dispersion:
-            ``take_late`` returns it after the backward pass.
+            that no gradient is saved. The returned loss then does not include
+            dispersion: ``take_late`` returns dispersion after the backward pass.
         ledger: receives all terms separately, in training only.
         ignore_index: the label of tokens that do not count.
     """
@@ -229,8 +229,9 @@ class DispersionObjective:
     ledger: LossLedger | None = None
     ignore_index: int = -100
     _late: Tensor | None = field(default=None, init=False)
-    # whose backward passes have not reached all activations. Those that nobody will
-    # run, after an error, are forgotten with their graphs, but not the last one.
+    # The microbatches whose backward passes have not reached all activations. The
+    # references are weak: after an error, a pass that never runs disappears with its
+    # graph. Only ``_last`` keeps the last microbatch.
     _awaited: WeakSet[_Microbatch] = field(default_factory=WeakSet, init=False)
     _last: _Microbatch | None = field(default=None, init=False)
 
@@ -243,17 +244,19 @@ class DispersionObjective:
     def __call__(self, predictions: Predictions | Tensor, labels: Tensor) -> Tensor:
         """Return the loss summed over the valid tokens, a scalar.
 
-        The trainer divides it by their global number. The values of all DP and CP ranks
-        add up to the global sum. Each rank's backward gives the complete gradient of
-        its own shard exactly once.
+        The trainer divides the loss by the global number of valid tokens. The values of
+        all DP and CP ranks add up to the global sum. Each rank's backward gives the
+        complete gradient of its own shard exactly once.
 
         Args:
-            predictions: what the model returns, or a tuple of the same fields, or
-                logits alone, whose loss has no dispersion.
-            labels: [B, N] token ids, or this CP rank's [B, N/cp].
+            predictions: the model's output, or a tuple of the same fields, or only
+                logits, whose loss does not include dispersion.
+            labels: token ids [B, N], or this CP rank's [B, N/cp].
         """
-        fields = predictions if isinstance(predictions, tuple) else (predictions,)
-        logits, activations, segments = Predictions(*fields)
+        if isinstance(predictions, tuple):
+            logits, activations, segments = Predictions(*predictions)
+        else:
+            logits, activations, segments = Predictions(predictions)
         valid = (labels != self.ignore_index).sum(1)
         ce = self._cross_entropy(logits, labels, valid)
         if not activations:
@@ -266,7 +269,7 @@ class DispersionObjective:
             weights=self._sum_over_cp(valid),
             step=self.step(),
             layers=len(activations),
-            mask=self._documents(segments) if self.within_documents else None,
+            mask=self._documents(segments),
             ledger=self._training_ledger(),
         )
         coeff = self.coeff(batch.step)
@@ -275,13 +278,15 @@ class DispersionObjective:
         return ce + coeff * self._in_forward(activations, batch)
 
     def deferred(self, zs: Sequence[Tensor]) -> bool:
-        """Return whether this call computes the losses' gradients in backward."""
+        """Return whether the gradients of the losses are computed in backward, given the
+        activations.
+        """
         losses = [loss for _, loss in self._losses.values()]
         sharded = process_group(self.group) is not None
         return self._in_hooks(zs) and in_backward(losses, zs, sharded)
 
     def _in_hooks(self, zs: Sequence[Tensor]) -> bool:
-        """Return whether hooks may add gradients to those that arrive for zs."""
+        """Return whether hooks may add the losses' gradients to those of ``zs``."""
         return (
             self.defer
             and torch.is_grad_enabled()
@@ -291,10 +296,9 @@ class DispersionObjective:
 
     def take_late(self) -> Tensor | None:
         """Return λ · dispersion of the backward passes since the last call, summed over
-        the valid tokens.
+        the valid tokens; None if the returned losses include dispersion.
 
-        Returns None if the losses contained it. Raises RuntimeError if the
-        backward passes have not reached all activations.
+        Raises RuntimeError if the backward passes have not reached all activations.
         """
         late = self._late
         is_missing = len(self._awaited) > 0
@@ -303,14 +307,20 @@ class DispersionObjective:
         self._awaited.clear()
         if is_missing:
             raise RuntimeError(
-                "the gradients of some activations have not arrived, so that these "
-                "were not dispersed"
+                "the backward pass has not reached some activations, so these were not "
+                "dispersed"
             )
         return late
 
     def _cross_entropy(self, logits: Any, labels: Tensor, valid: Tensor) -> Tensor:
-        result = self.cross_entropy(logits, labels)
-        ce, of_tokens = result if isinstance(result, tuple) else (result, None)
+        """Return CE summed over the valid tokens, and add the sequences to the ledger.
+
+        ``valid`` [B] is the number of valid tokens of each sequence.
+        """
+        ce = self.cross_entropy(logits, labels)
+        of_tokens = None
+        if isinstance(ce, tuple):
+            ce, of_tokens = ce
         if of_tokens is not None and (ledger := self._training_ledger()) is not None:
             ledger.add_rows(
                 _local(of_tokens).view_as(labels).sum(1, dtype=torch.float64), valid
@@ -325,12 +335,15 @@ class DispersionObjective:
         dist.all_reduce(valid, group=cp_group)
         return valid
 
-    def _documents(self, segments: Tensor | None) -> TokenMask:
-        """Return the documents of the whole sequences.
+    def _documents(self, segments: Tensor | None) -> TokenMask | None:
+        """Return the mask of the documents of whole sequences; None if pairs across
+        documents count too.
 
-        ``token_mask`` gathers them from the ranks' shards of ``segments``. This is done
-        once for all layers and losses, because the host waits for the device.
+        The mask is computed once for all layers and losses, because the host waits for
+        the device.
         """
+        if not self.within_documents:
+            return None
         assert segments is not None
         group = process_group(self.group)
         if group is not None:
@@ -346,19 +359,19 @@ class DispersionObjective:
         if cp_group is None:
             self._record(losses.detach(), batch)
             return dispersion
-        # Every CP rank has the value of the whole sequence, and the trainer adds them
-        # up: return 1/cp of the value, but the gradient undivided.
+        # Every CP rank has the value of the whole sequence, and the trainer adds up the
+        # values: return 1/cp of the value, but the undivided gradient.
         part = self._record(losses.detach() / dist.get_world_size(cp_group), batch)
         return dispersion - dispersion.detach() + part
 
     def _in_backward(
         self, activations: Sequence[Tensor], batch: _Microbatch, coeff: float
     ) -> Tensor:
-        """Return 0, whose backward computes the losses and adds their gradients.
+        """Return a scalar 0, whose backward computes the losses and adds their gradients.
 
-        The gradients are multiplied by the gradient that arrives here, which contains λ
-        because the caller multiplies by it. ``coeff`` is λ for the value that backward
-        adds to ``_late``, λ · dispersion.
+        The losses' gradients are multiplied by the gradient of the scalar, which
+        includes λ because the caller multiplies the scalar by λ. ``coeff`` is λ too:
+        backward adds λ · dispersion to ``_late``.
         """
         self._awaited.add(batch)
         self._last = batch
@@ -370,7 +383,9 @@ class DispersionObjective:
             layer: int, z: Tensor, part: slice, arriving: list[Tensor]
         ) -> Tensor:
             with torch.autocast(z.device.type, torch.bfloat16, enabled=in_bf16):
-                losses = self._losses_of([z], batch, layer, part, arriving)
+                losses = self._losses_of(
+                    [z], batch, first_layer=layer, part=part, arriving=arriving
+                )
             losses_of_parts[layer, part.start] = losses.detach()
             return self._weighted_sum(losses)
 
@@ -378,7 +393,9 @@ class DispersionObjective:
             losses = reduce(torch.add, losses_of_parts.values())
             losses_of_parts.clear()  # the graph may be retained for another pass
             late = coeff * self._record(losses, batch)
-            self._late = late if self._late is None else self._late + late
+            if self._late is not None:
+                late = self._late + late
+            self._late = late
             self._awaited.discard(batch)
 
         return compute_in_backward(activations, loss_of_part, finish)
@@ -393,10 +410,16 @@ class DispersionObjective:
     ) -> Tensor:
         """Return each loss, [losses], summed over the valid tokens.
 
-        Of the mean over layers, it has the part of these layers, and of the batch,
-        ``part``. ``arriving`` is that of ``DispersionLoss``; the first loss takes it.
+        Args:
+            zs: the activations of some layers, which contribute to the mean over all
+                layers.
+            first_layer: the index of the first of these layers.
+            part: the sequences of the batch in ``zs``.
+            arriving: as in ``DispersionLoss``; the first loss removes the entry.
         """
-        mask = None if batch.mask is None else batch.mask[part]
+        mask = batch.mask
+        if mask is not None:
+            mask = mask[part]
         sums = []
         for _, loss in self._losses.values():
             values = loss(
@@ -418,7 +441,9 @@ class DispersionObjective:
         return reduce(torch.add, weighted)
 
     def _record(self, losses: Tensor, batch: _Microbatch) -> Tensor:
-        """Add the terms to the ledger. Return dispersion."""
+        """Return dispersion, given the value of each loss, and add all terms to the
+        ledger.
+        """
         dispersion = self._weighted_sum(losses)
         if (ledger := batch.ledger) is not None:
             parts = {}
@@ -434,5 +459,9 @@ class DispersionObjective:
 
 
 def _local(x: Tensor) -> Tensor:
-    # Under loss parallel, CE is a DTensor, which cannot be added to plain tensors.
-    return x.to_local() if isinstance(x, DTensor) else x
+    """Return a plain tensor. Under loss parallel, CE is a DTensor, which cannot be added
+    to plain tensors.
+    """
+    if isinstance(x, DTensor):
+        return x.to_local()
+    return x

@@ -1,5 +1,5 @@
-"""TorchTitan imports this module if a config says ``[experimental] custom_import =
-"titan_disp.plugin"``.
+"""The module that a config names as ``[experimental] custom_import =
+"titan_disp.plugin"``, so that TorchTitan imports it.
 
 The import registers the train specs of all models. Without an accelerator, it makes the
 CPU TorchTitan's device.

@@ -1,5 +1,5 @@
-"""The learning rate and λ over a run, computed before it starts: checks, warnings, and
-what a plan shows.
+"""The learning rate and λ over a run, computed before the run for checks, warnings and
+plans.
 """
 
 import functools
@@ -22,16 +22,17 @@ from titan_disp.errors import ConfigError, prefixed
 # A longer run's schedule is computed at about this many steps. All steps of a run of
 # 156 B tokens would take up to a second, and a plan tries a thousand numbers of nodes.
 POINTS = 2000
-ENDS = 64  # first and last steps, all of which are computed
-ROUNDING = 1e-6  # differences of learning rates, relative to the highest, that are none
-# What TorchTitan's schedule raises where it has no value.
+ENDS = 64  # the number of first steps, and of last steps, that are all computed
+# Smaller differences of learning rates, relative to the highest, are rounding errors.
+ROUNDING = 1e-6
+# The errors of TorchTitan's schedule at steps without a value
 NO_VALUE = (AssertionError, ArithmeticError, ValueError)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of a schedule by step, counted from 1. The first and the last step of
-    the run are among the steps.
+    """The values of a schedule by step, counted from 1. The steps include the first and
+    the last step of the run.
     """
 
     values: dict[int, float]
@@ -55,24 +56,24 @@ class Curve:
 
     @property
     def rise(self) -> float:
-        """How much the value grows again after it has fallen from its peak."""
+        """The largest increase of the value after its peak; 0 if it never rises again."""
         peak_step = self.peak_step
         after = [v for step, v in self.values.items() if step >= peak_step]
         lowest = accumulate(after, min)
         return max(v - low for v, low in zip(after, lowest, strict=True))
 
     def step_of(self, test: Callable[[float], bool]) -> int | None:
-        """Return the first step whose value passes the test, or None."""
+        """Return the first step whose value passes the test; None if there is none."""
         return next((step for step, v in self.values.items() if test(v)), None)
 
 
 def curve(
     schedule: Callable[[int], float], steps: int, corners: Iterable[int] = ()
 ) -> Curve:
-    """Return the values of a schedule over a run of ``steps``: all of them, or those of
-    evenly spaced steps, of both ends, and of ``corners``.
+    """Return the values of a schedule over a run of ``steps``.
 
-    ``schedule`` takes the number of completed steps, and so do ``corners``.
+    A long run has values at evenly spaced steps, at both ends, and at ``corners``.
+    ``schedule`` takes a number of completed steps; ``corners`` are such numbers too.
     """
     ends = (*range(ENDS), *range(steps - ENDS, steps), *corners)
     completed = set(range(0, steps, max(1, steps // POINTS)))
@@ -81,7 +82,8 @@ def curve(
 
 
 def learning_rate(job_config: JobConfig) -> Curve:
-    """Return the learning rate over the run, NaN where TorchTitan's schedule fails.
+    """Return the learning rate over the run, NaN at steps where TorchTitan's schedule
+    fails.
 
     training.steps must be known.
     """
@@ -107,9 +109,11 @@ def _learning_rate(
 
 
 def _factor(config: LRScheduler, steps: int) -> Callable[[int], float]:
-    """Return TorchTitan's function from completed steps to a factor of the rate."""
+    """Return TorchTitan's schedule: a function that takes the number of completed steps
+    and returns a factor of the learning rate.
+    """
     optimizers: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
-    logger.disabled = True  # the trainer will warn of what this would warn of
+    logger.disabled = True  # the trainer will print the same warnings
     try:
         (scheduler,) = build_lr_schedulers(optimizers, config, steps)
     except NO_VALUE:
@@ -124,15 +128,15 @@ DECAYS = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class CoeffSchedule:
-    """Compute λ from the number of completed steps. The paper's λ is constant.
+    """λ as a function of the number of completed steps. The paper's λ is constant.
 
     Attributes:
         coeff: λ after warm-up. If λ is negative at any step, the embeddings condense,
-            and a warning says so.
+            and there is a warning.
         warmup_steps: steps over which λ grows linearly to ``coeff``; the first step has
             coeff / warmup_steps.
-        decay: how λ then goes from ``coeff`` to ``final_coeff``: constant (it stays),
-            linear, or half a cosine.
+        decay: the curve of λ from ``coeff`` to ``final_coeff``: "linear" or "cosine"
+            (half a period). With "constant", λ stays at ``coeff``.
         final_coeff: λ at the end of the decay.
         total_steps: steps of the run.
         decay_steps: steps of the decay, after which λ stays at ``final_coeff``; 0: the
@@ -183,7 +187,7 @@ class CoeffSchedule:
         return min(self.coeff, self.final_coeff)
 
     def __call__(self, step: int) -> float:
-        """Return λ of the step that follows ``step`` completed steps."""
+        """Return λ of the next step after ``step`` completed steps."""
         if step < self.warmup_steps:
             return self.coeff * (step + 1) / self.warmup_steps
         if self.decay == "constant":
@@ -198,9 +202,7 @@ class CoeffSchedule:
 
 
 def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
-    """Return λ over the run, as [dispersion] describes it. training.steps must be
-    known.
-    """
+    """Return the schedule of λ in [dispersion]. training.steps must be known."""
     section = job_config.dispersion
     steps = job_config.training.steps
     keys = {
@@ -209,7 +211,7 @@ def build_coeff_schedule(job_config: JobConfig) -> CoeffSchedule:
         if f.name != "total_steps"
     }
     with prefixed("dispersion."), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ``schedule_warnings`` has it
+        warnings.simplefilter("ignore")  # ``schedule_warnings`` yields the same warning
         return CoeffSchedule(**keys, total_steps=steps)
 
 
@@ -225,8 +227,8 @@ def _coeff_curve(schedule: CoeffSchedule) -> Curve:
 
 
 def check_schedules(job_config: JobConfig) -> None:
-    """Check that no learning rate of the run is negative, and that the learning rates
-    and λ are finite.
+    """Raise ConfigError if a learning rate of the run is negative or not finite, or if λ
+    is not finite.
     """
     rate = learning_rate(job_config)
     bad_step = rate.step_of(lambda value: not (0 <= value < math.inf))
@@ -252,7 +254,7 @@ def check_schedules(job_config: JobConfig) -> None:
 
 
 def _shortened(job_config: JobConfig) -> Iterator[str]:
-    """Yield what TorchTitan shortens of a schedule that is too long."""
+    """Yield a warning if TorchTitan shortens a schedule that is too long."""
     section = job_config.lr_scheduler
     steps = section.total_steps or job_config.training.steps
     warmup = section.warmup_steps
@@ -260,7 +262,7 @@ def _shortened(job_config: JobConfig) -> Iterator[str]:
     if warmup + decay > steps:
         yield (
             f"lr_scheduler.warmup_steps {warmup} and decay_ratio need {warmup + decay} "
-            f"steps, more than the {steps} of the schedule: TorchTitan takes "
+            f"steps, more than the {steps} of the schedule: TorchTitan shortens them to "
             f"{min(warmup, steps)} of warm-up and {max(steps - warmup, 0)} of decay"
         )
 
@@ -282,10 +284,10 @@ def schedule_warnings(job_config: JobConfig) -> Iterator[str]:
     if rate.rise > highest * ROUNDING:
         yield (
             f"the learning rate rises again after its peak, to {rate.last:g} in the "
-            f"last step, {job_config.training.steps}: lr_scheduler.total_steps "
-            f"{job_config.lr_scheduler.total_steps} ends before. Leave it out"
+            f"last step, {job_config.training.steps}, because lr_scheduler.total_steps "
+            f"is {job_config.lr_scheduler.total_steps}. Leave total_steps out"
         )
-    # TorchTitan's linear decay goes on after the end of a shorter schedule.
+    # If the schedule ends before the run, TorchTitan's linear decay goes on.
     floor = highest * job_config.lr_scheduler.min_lr_factor
     if rate.last < min(rate.peak, floor * (1 - ROUNDING)):
         yield (

@@ -1,4 +1,4 @@
-"""The TrainSpec shows on one page which part plugs in where."""
+"""The TrainSpec of each model: it tells TorchTitan which parts to use."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,8 +43,8 @@ from titan_disp.run.metrics import DispersionMetrics
 
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
-    """Return the 1-D mesh over which block outputs are sharded along the sequence, if
-    any: TP, CP, or CP×TP flattened.
+    """Return the 1-D mesh over which block outputs are sharded along the sequence: TP,
+    CP, or CP×TP flattened. None if they are not sharded.
     """
     names = [
         name
@@ -59,9 +59,9 @@ def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
-    """Check the config and build the tokenizer.
+    """Return the tokenizer, after a check of the whole config.
 
-    Under the stock trainer, this hook is the first to see the config.
+    The check is here because TorchTitan's trainer calls this hook first.
     """
     checks.check_config(job_config, dist.get_world_size())
     checks.check_device(job_config)
@@ -69,8 +69,8 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return TorchTitan's ``cross_entropy_loss``, and that of each token [B · N], which
-    has no gradient.
+    """Return TorchTitan's ``cross_entropy_loss``, and the cross-entropy of each token
+    [B · N] without a gradient.
     """
     of_tokens = F.cross_entropy(
         logits.flatten(0, 1).float(),
@@ -84,19 +84,20 @@ def cross_entropies(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def build_cross_entropy(
     job_config: JobConfig, parallel_dims: ParallelDims
 ) -> LossFunction:
-    """Return TorchTitan's cross-entropy, compiled if the config says so and the
-    gradient stays right.
+    """Return a function of predictions and labels that returns the cross-entropy, summed
+    over the valid tokens.
 
-    In training with a chunked head, the model returns hidden states, whose
-    cross-entropy is computed in chunks. If there are several sources of data, the
-    cross-entropy of each token follows.
+    With several sources of data, the function returns a pair; the second entry is the
+    cross-entropy of each token. Predictions are logits, or in training with a chunked
+    head, ``HiddenStates``. The function is compiled if the config says so and the
+    gradient stays right.
     """
-    several = len(job_config.stream.sources) > 1
+    several_sources = len(job_config.stream.sources) > 1
     loss_parallel = (
         parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel
     )
     compiled = job_config.compile.enable and "loss" in job_config.compile.components
-    whole = cross_entropies if several else cross_entropy_loss
+    of_logits = cross_entropies if several_sources else cross_entropy_loss
     if loss_parallel and compiled:
         # Inductor on torch 2.13 (CPU) returned wrong gradients for vocabulary-sharded
         # logits, without an error. Each rank holds only a part of the vocabulary, so
@@ -106,49 +107,50 @@ def build_cross_entropy(
             "shards its logits"
         )
     elif compiled:
-        whole = torch.compile(whole, backend=job_config.compile.backend)
+        of_logits = torch.compile(of_logits, backend=job_config.compile.backend)
     chunk = job_config.training.head_chunk_tokens
     if not chunk:
-        return whole
+        return of_logits
     of_chunk = loss_and_gradient
     if compiled and not parallel_dims.tp_enabled:
         of_chunk = torch.compile(of_chunk, backend=job_config.compile.backend)
 
     def cross_entropy(predictions: Tensor | HiddenStates, labels: Tensor) -> Any:
-        if isinstance(predictions, HiddenStates):
-            found = chunked_cross_entropy(predictions, labels, chunk, of_chunk)
-            return found if several else found[0]
-        return whole(predictions, labels)
+        if not isinstance(predictions, HiddenStates):
+            return of_logits(predictions, labels)
+        ce, of_tokens = chunked_cross_entropy(predictions, labels, chunk, of_chunk)
+        if several_sources:
+            return ce, of_tokens
+        return ce
 
     return cross_entropy
 
 
 @dataclass
 class _Shared:
-    """The parts of one spec share this state, because TorchTitan's builders do not know
-    of one another.
+    """The state that the builders of one spec share, because TorchTitan calls them
+    separately and gives each only some arguments.
     """
 
-    # the loss fills it, the metrics empty it
+    # The loss adds to the ledger, and the metrics reset it.
     ledger: LossLedger = field(default_factory=LossLedger)
-    # the optimizers' builder gets only the [optimizer] section
+    # From the config, of which the optimizers' builder gets only [optimizer]
     max_skipped_steps: int = 10
-    # the config under active_forgetting, for the same reason
+    # The config if the baseline is active_forgetting, for the same reason
     forgetting: JobConfig | None = None
-    # the metrics read its counters; its positions are sharded like the batch
+    # The metrics read the counters of the loader.
     loader: StreamLoader | None = None
-    # They know the step, which the loss function does not get
+    # The schedulers know the step, which the loss function does not get.
     schedulers: LRSchedulersContainer | None = None
 
     def steps_completed(self) -> int:
-        return (
-            self.schedulers.schedulers[0].last_epoch
-            if self.schedulers is not None
-            else 0
-        )
+        if self.schedulers is None:
+            return 0
+        return self.schedulers.schedulers[0].last_epoch
 
 
 def train_spec(entry: ModelEntry) -> titan.TrainSpec:
+    """Return the TrainSpec of a model."""
     shared = _Shared()
 
     def build_data(
@@ -167,7 +169,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     def parallelize(
         model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
     ) -> nn.Module:
-        # this is the first hook after the data that gets the meshes
+        # Of the hooks after build_data, this is the first that gets the meshes.
         if shared.loader is not None:
             shared.loader.mesh = parallel_dims.get_optional_mesh("batch")
         parallelize_model(
@@ -178,7 +180,9 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             saved_ops=entry.saved_ops,
         )
         method = job_config.baseline.method
-        shared.forgetting = job_config if method == "active_forgetting" else None
+        shared.forgetting = None
+        if method == "active_forgetting":
+            shared.forgetting = job_config
         if method == "noisy_embedding":
             build_noise(job_config, parallel_dims, shared.steps_completed).install(
                 model

@@ -1,4 +1,4 @@
-"""Files that are written from a template beside the module that writes them."""
+"""Jinja templates, which are in the folder of the module that uses them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 
 def templates(module: str, **filters: Callable[..., Any]) -> Environment:
-    """Return the templates in the folder of a module, given its ``__file__``.
+    """Return the templates in the folder of a module, given the module's ``__file__``.
 
-    ``get_template(name).render(…)`` returns a text. A name that it is not given is an
-    error. In HTML, what it is given is never markup.
+    ``get_template(name).render(…)`` returns a text, and raises an error if a variable is
+    missing. In HTML, values are escaped.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(module).parent),

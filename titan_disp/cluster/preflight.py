@@ -47,7 +47,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.data.options import stream_options
 from titan_disp.data.stream import Batch, as_batch
 from titan_disp.errors import ConfigError, counted
-from titan_disp.models.arguments import activation_indices, named
+from titan_disp.models.arguments import activation_indices, text_of_flavor
 from titan_disp.models.registry import args_of, find_model
 from titan_disp.run.dry import WRITERS
 from titan_disp.tables import shown
@@ -233,7 +233,7 @@ def preflight(options: PreflightOptions) -> Report:
         config=job.job.config_file or "the config",
         ranks=options.ranks,
         reduced=reduced.changes,
-        flavor=named(job.model.flavor, job.model.overrides),
+        flavor=text_of_flavor(job.model.flavor, job.model.overrides),
         local_batch_size=job.training.local_batch_size,
         seq_len=job.training.seq_len,
         warnings=[

@@ -1,5 +1,4 @@
-"""This package implements the dispersion loss in plain PyTorch; it does not import
-TorchTitan.
+"""The dispersion loss in plain PyTorch. This package does not import TorchTitan.
 
 Liu et al., "Dispersion loss counteracts embedding condensation and improves
 generalization in small language models" (ICML 2026, arXiv 2602.00217).
@@ -7,28 +6,27 @@ generalization in small language models" (ICML 2026, arXiv 2602.00217).
 Shapes: B sequences, N tokens per sequence, F features per token, L layers. A sequence
 may be sharded over p ranks; each rank then holds n = N/p tokens.
 
-hooks         the loss of a model as it is
+hooks         compute the loss of an unchanged model
   ▼
-loss          checks options, and combines a variant with an estimator
+loss          checks the options, and combines a variant with an estimator
   ▼
-layers        layers of one shape together, sharded or not, or their drawn tokens
-masks         padding and documents
+layers        apply a variant to all tokens of the layers, sharded or not, or to a sample
+masks         mark padding and documents
   ▼
-variants      the formula of each loss; finds a variant by its name, and builds it
-  paper         three of this paper, functions of cosines
-  l2_repel      the fourth one, a function of distances
-  others        those of other papers
-  base          what kinds of variants share
-  formula       the text of the default loss, and its highest value
+variants      define the formula of each loss; the package builds one from its name
+  paper         this paper's three functions of cosines
+  l2_repel      this paper's function of distances
+  others        losses of other papers
+  base          the base classes of all variants
+  formula       prints the default loss, and computes its highest value
   ▼
-pairwise      exact sums over tiles of pairs
+pairwise      sums over all pairs exactly, tile by tile
 moments       sums over all pairs in linear time
-triton_pairs  pairs in one kernel of a GPU; triton_kernels is its source
-kernels       fused steps
+triton_pairs  sums over pairs in one GPU kernel; triton_kernels is its source
+kernels       matrix products, and compiled pointwise operations
   ▼
-autograd      when a gradient is computed and added, and the collectives
-vectors       unit vectors, and the last pass over a gradient: through the norm, scale,
-              add and cast
+autograd      decides when a gradient is computed and added, and runs the collectives
+vectors       compute unit vectors, and turn their gradients into the tokens' gradients
 """
 
 from titan_disp.dispersion.hooks import attach

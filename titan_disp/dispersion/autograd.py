@@ -1,12 +1,13 @@
-"""These autograd functions compute a layer's value together with its gradient, and sum
+"""Autograd functions that compute a layer's value together with its gradient, and sum
 values over ranks.
 
-Either forward does so and saves the gradient, which backward only scales, or a hook
-does so in the backward pass (``add_in_backward``), where the last pass over the gradient
-also adds the gradient that arrives from the rest of the model. If a sequence is sharded,
-each rank saves the complete gradient of its own tokens, so backward needs no
-communication: the derivative of a sum over ranks is the identity. A sequence may be
-sharded over a process group or a 1-D mesh.
+There are two ways. Either forward computes both and saves the gradient, and backward
+only scales it. Or a hook computes both in the backward pass (``add_in_backward``); the
+last pass over the gradient then also adds the gradient from the rest of the model.
+
+If a sequence is sharded, each rank saves the complete gradient of its own tokens, so
+backward needs no communication: the derivative of a sum over ranks is the identity. A
+sequence may be sharded over a process group or a 1-D mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +34,10 @@ NO_SECOND_DERIVATIVE = (
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return the process group of ``group``, or None if there is nothing to
-    communicate.
+    """Return ``group`` as a process group; None if it is None or has a single rank.
+
+    Raises:
+        ValueError: ``group`` is a mesh with several dimensions.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -59,20 +62,20 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def of_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return x [B, …] of each rank of the group (by default all), [ranks, B, …]."""
+    """Return x [B, …] of each rank of the group, [ranks, B, …]. None: all ranks."""
     return Gathering(x, group).of_ranks()
 
 
 def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the object x of each rank of the group (by default all)."""
+    """Return the object x of each rank of the group. None: all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, x, group=group)
     return gathered
 
 
 class Gathering:
-    """An all-gather of z [B, …] in its own dtype: normalized float32 vectors would cost
-    more traffic for no gain.
+    """A running all-gather of z [B, …], in the dtype of z: normalized vectors in float32
+    would cost more traffic for no gain.
     """
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -89,12 +92,12 @@ class Gathering:
 
 
 class LayerValue(torch.autograd.Function):
-    """The values that ``compute`` returns for the k layers zs, which it computes
-    together: [k·B], returned as [k, B].
+    """Return the values [k, B] of the k layers zs, which one call of ``compute`` returns
+    as [k·B].
 
-    Without ``arriving``, forward saves the gradient, and backward scales it in place
-    unless the graph is retained. With it, backward writes the gradient for the first
-    time, and adds the only entry of ``arriving``, which it takes out of the list.
+    If ``arriving`` is None, forward saves the gradient, and backward scales it (in
+    place, unless the graph is retained). Otherwise, backward writes the gradient for
+    the first time; it also removes the only entry of ``arriving`` and adds it.
     """
 
     @staticmethod
@@ -137,21 +140,21 @@ class LayerValue(torch.autograd.Function):
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return z's dtype, or float32 for float16, in which ∂S/∂z could overflow, since it
-    grows with N.
+    """Return the dtype in which forward saves ∂S/∂z: z's dtype, except float32 if z is
+    float16, because ∂S/∂z grows with N and could overflow.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-# AOTAutograd calls this private function too. If torch lacks it, backward does not
-# reuse the memory.
+# AOTAutograd calls this private function too. If torch lacks the function, backward
+# does not overwrite the saved gradient.
 graph_is_retained = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
 
 
-# Takes the index of a layer, the gradient of the value, and the one that arrives for z.
-# Returns the latter with what the value contributes to it, in new memory.
+# Takes the index of a layer, the gradient of the value, and z's gradient from the rest
+# of the model. Returns z's total gradient, in new memory.
 Add = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -161,11 +164,12 @@ def add_in_backward(
     add: Add,
     finish: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return ``value``, in whose backward hooks ``add`` its gradients to those that
-    arrive for each of ``zs`` [B, n, F], and then ``finish``.
+    """Return ``value``, with hooks on ``zs`` [B, n, F] that compute its gradient in the
+    backward pass.
 
-    Hooks run in every backward pass through z; they do nothing in one that does not
-    reach the value.
+    When a gradient arrives for a layer from the rest of the model, the layer's hook
+    replaces the gradient by the result of ``add``. After the last layer, it calls
+    ``finish``. In a backward pass that does not reach ``value``, hooks do nothing.
 
     Raises:
         RuntimeError: in backward, if no other gradient arrives for a layer, or under
@@ -196,18 +200,18 @@ def add_in_backward(
 
 
 class _Pass:
-    """A backward pass that has reached a value."""
+    """The backward pass that has last reached a value."""
 
-    number = -1  # autograd's
+    number = -1  # autograd's id of the pass
     factor: Tensor  # the gradient of the value
-    layers: set[int]  # whose gradients have arrived
+    layers: set[int]  # the layers whose gradients have arrived
 
 
 class _InPass(torch.autograd.Function):
-    """Return ``value``, and describe the backward pass that reaches it.
+    """Return ``value``. Backward only stores the number and the gradient of its pass.
 
-    As the tokens are inputs, this happens before a gradient of them is complete. Their
-    gradients come from hooks.
+    The tokens are inputs, so backward runs before any gradient of the tokens is
+    complete. The hooks on the tokens then add the gradient of ``value``.
     """
 
     @staticmethod
@@ -225,8 +229,8 @@ class _InPass(torch.autograd.Function):
 
 
 class SavedRows(torch.autograd.Function):
-    """Attach a known gradient to a value [B]: ``grads`` [B, m, F] of some rows of z
-    (``add_rows``), and 0 of the others.
+    """Return ``value`` [B], whose gradient is already computed: ``grads`` [B, m, F] for
+    the given rows of z (as in ``add_rows``), and 0 for all other rows.
     """
 
     @staticmethod
@@ -250,21 +254,21 @@ class SavedRows(torch.autograd.Function):
 
 
 def add_rows(x: Tensor, grads: Tensor, rows: Tensor) -> Tensor:
-    """Return x [B, n, F] with ``grads`` [B, m, F] added to ``rows`` [B·m] of
-    x.flatten(0, 1), in new memory.
+    """Return a copy of x [B, n, F] in which ``grads`` [B, m, F] are added to ``rows``
+    [B·m] of x.flatten(0, 1).
     """
     added = grads.flatten(0, 1).to(x.dtype)
     return x.flatten(0, 1).index_add(0, rows, added).view(x.shape)
 
 
 def only_first_derivative(grad: Tensor, value: Tensor, grad_value: Tensor) -> Tensor:
-    """Return ``grad``, and raise an error if it is differentiated again.
+    """Return ``grad``, which raises RuntimeError if it is differentiated again.
 
     In backward, ``grad`` is a constant and not a function of z, so a second derivative
-    would be silently wrong. ``value``, the saved output of forward, connects the graph
-    to z, and ``grad_value`` to what the loss was multiplied by, such as a learned λ.
-    (torch's ``once_differentiable`` connects it to neither: ``torch.autograd.grad``
-    would skip it and drop part of a second derivative without an error.)
+    would be silently wrong. ``value``, the saved output of forward, connects the result
+    to z. ``grad_value`` connects the result to the factors of the loss, such as a
+    learned λ. (torch's ``once_differentiable`` connects the result to neither, so
+    ``torch.autograd.grad`` would drop part of a second derivative without an error.)
     """
     if torch.is_grad_enabled():
         return _NoSecondDerivative.apply(grad, value, grad_value)
@@ -282,9 +286,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """Compute the sum over ranks.
+    """Return the sum of x over the ranks of a group.
 
-    Backward is the identity, as each rank holds the whole gradient of its own rows.
+    Backward is the identity, because each rank has the whole gradient of its own rows.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the dispersion loss costs, counted from shapes alone."""
+"""The cost of the dispersion loss, computed from shapes alone."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,14 @@ from titan_disp.dispersion.variants.base import AutogradVariant
 
 
 class Cost(NamedTuple):
-    """What a loss costs for one layer of one sequence, up to small terms."""
+    """The cost of a loss for one layer of one sequence. Small terms are left out."""
 
-    flops: float  # of products, on all ranks together, forward and backward
+    flops: float  # of matrix products, forward and backward, summed over all ranks
     gathered: float  # elements of an all-gather, in the dtype of the tokens
     reduced: float  # elements of an all-reduce, in float32
-    # that a GPU reads and writes beside products, for tokens in bf16, as counted by
-    # benchmarks/gpu_cost.py --no-kernel: Triton's kernel of pairs was not measured yet
+    # Bytes that a GPU reads and writes outside of matrix products, for bf16 tokens.
+    # benchmarks/gpu_cost.py --no-kernel counted them: the Triton kernel is not
+    # measured yet.
     bytes: float
 
 
@@ -24,12 +25,16 @@ def cost_of(
     shards: int,
     segmented: bool = False,
 ) -> Cost:
-    """Return what the loss costs for one layer of a sequence over this number of shards
-    (ranks).
+    """Return the cost of the loss for one layer of one sequence.
 
-    If it is ``segmented``, all pairs count, although those of tiles without a common
-    segment are left out. Autograd code counts as a function of pairs, as what it does
-    is not known.
+    Args:
+        tokens: per sequence.
+        features: per token.
+        shards: ranks over which the sequence is sharded.
+        segmented: whether only pairs within documents count. The cost includes all
+            pairs all the same, although tiles without such a pair are skipped.
+
+    The operations of autograd code are unknown: its cost is that of a function of pairs.
     """
     variant = loss._variant
     is_sampled = loss.estimator == "sampled" and loss.max_tokens < tokens
@@ -38,10 +43,10 @@ def cost_of(
         positions = loss.max_tokens
     by_moments = variant.linear_in_tokens
     if variant.of_pairs and (segmented or features >= positions):
-        by_moments = False  # M would not tell segments apart, or would cost more
+        by_moments = False  # M mixes segments, or costs more than all pairs
     if loss.estimator == "moments":
         by_moments = True
-    # Every rank computes the whole loss of the tokens that it gathers.
+    # Here, every rank computes the whole loss.
     repeated = is_sampled or isinstance(variant, AutogradVariant)
 
     if by_moments:
@@ -52,7 +57,7 @@ def cost_of(
         # both sides, which saves half of the cosines.
         flops = 3.0 * positions**2 * features
     else:
-        # Of shards, only a rank's own tokens save some of them; this is ignored.
+        # A rank saves some cosines among its own tokens only; this is ignored.
         flops = 4.0 * positions**2 * features
     if repeated:
         flops *= shards
@@ -62,7 +67,8 @@ def cost_of(
             flops=flops,
             gathered=0.0,
             reduced=positions * features,
-            # The sampled tokens, and the gradient that arrives, read and written
+            # First term: the sampled tokens. Second term: the gradient from the rest of
+            # the model is read and written.
             bytes=(40.0 * positions * shards + 4.0 * tokens) * features,
         )
     if by_moments:
@@ -76,7 +82,7 @@ def cost_of(
         flops=flops,
         gathered=tokens * features,
         reduced=0.0,
-        # A cosine is read in float32 and written in bf16. Of a whole sequence, there
-        # are 3/4 N² if it has two blocks, and fewer if it has more.
+        # A cosine is read in float32 and written in bf16. A sequence of two blocks has
+        # 3/4 N² cosines, and a sequence of more blocks has fewer.
         bytes=tokens * (12.0 * features + 3.75 * tokens),
     )

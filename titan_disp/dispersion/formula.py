@@ -1,6 +1,6 @@
-"""The default loss as text, the highest value that it can have, and which λ is allowed.
+"""The default loss as text, its highest possible value, and a check of λ.
 
-docs/loss.md explains the symbols. Pages and model cards show this text, and
+docs/loss.md explains the symbols. Pages and model cards print the text, and
 tests/test_formula.py evaluates it.
 """
 
@@ -31,7 +31,7 @@ PULLS = "pulls the tokens together"
 
 
 def check_coeff(name: str, coeff: float) -> None:
-    """Raise ValueError, which names the option, if λ is not finite."""
+    """Raise ValueError if λ is not finite. ``name`` is the option's name."""
     if not math.isfinite(coeff):
         raise ValueError(f"{name} is {coeff}, expected a finite number")
 
@@ -53,7 +53,7 @@ def bound_of(clamp: float) -> float:
 
 @dataclass(frozen=True)
 class AngularFormula:
-    """The total loss with the variant ``angular``.
+    """The options of the total loss with the variant ``angular``.
 
     Attributes:
         coeff: λ.
@@ -69,37 +69,38 @@ class AngularFormula:
 
     @classmethod
     def of_run(cls, section: Mapping[str, Any]) -> "AngularFormula | None":
-        """Return the formula of a run with this [dispersion], or None if the run
-        computes another loss, or further ones.
+        """Return the formula of a run, given the section [dispersion] of its config;
+        None if ``angular`` is not the run's only dispersion loss.
         """
         is_angular = section.get("variant", "angular") == "angular"
         if not section.get("enabled") or not is_angular or section.get("losses"):
             return None
         names = [option.name for option in fields(cls)]
-        # A run of an earlier version may lack one.
+        # The config of an earlier version may lack an option.
         return cls(**{name: section[name] for name in names if name in section})
 
     @property
     def text(self) -> str:
-        """Six lines, whose last column has the values of the options."""
+        """Six lines; the last column has the values of the options."""
         return TEXT.format(**vars(self))
 
     @property
     def ceiling(self) -> float:
-        """The highest L_disp, which it has where every cosine is 1 − κ or more."""
+        """The highest L_disp. L_disp has this value if every cosine is at least 1 − κ."""
         return -math.acos(bound_of(self.clamp)) / (math.pi * self.tau)
 
     @property
     def value_if_orthogonal(self) -> float:
         """L_disp of tokens whose cosines are 0.
 
-        Many tokens cannot have a much lower loss, as they cannot all be opposite.
+        The loss of many tokens cannot be much lower: they cannot all be opposite to each
+        other.
         """
         return -0.5 / self.tau
 
     @property
     def note(self) -> str:
-        """Sentences for a reader of the loss curve, in one line."""
+        """One line for a reader of the loss curve: its special values."""
         lines = NOTE.format(
             orthogonal=self.value_if_orthogonal,
             ceiling=self.ceiling,

@@ -1,8 +1,8 @@
-"""The loss of a model as it is: hooks collect the outputs of its blocks.
+"""The loss of an unchanged model: hooks collect the outputs of the model's blocks.
 
-``attach`` keeps what comes within a forward: in the backward pass, activation
-checkpointing calls hooks of blocks again. ``outermost_lists`` and ``collect`` find
-blocks and pass on their outputs for any other purpose.
+``attach`` ignores outputs outside of a forward pass, because activation checkpointing
+runs the blocks and their hooks again in the backward pass. ``outermost_lists`` finds
+blocks, and ``collect`` passes on their outputs, for other purposes too.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from titan_disp.dispersion.loss import DispersionLoss
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
 
-# Why there are no outputs.
+# Reasons why there are no outputs
 NO_FORWARD = (
     "no outputs of blocks since the last loss(): call it after each forward of the "
     "attached model, in training mode (model.train()); if a compiled forward has run "
@@ -36,9 +36,11 @@ NOT_CALLED = (
     "has run before attach, call torch._dynamo.reset() after it"
 )
 
-# Arguments of models. Those that end in key_padding_mask, torch's own, are 0 at tokens.
+# Arguments of models that are masks. An attention_mask is not 0 at tokens. torch's
+# key_padding_mask is 0 at tokens.
 MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
-TWO_SEQUENCES = ({"decoder_input_ids"}, {"src", "tgt"})  # arguments of such models
+# A model with two sequences has one of these sets of arguments.
+TWO_SEQUENCES = ({"decoder_input_ids"}, {"src", "tgt"})
 Modules = dict[str, nn.Module]  # by their names in ``named_modules()``
 Key = TypeVar("Key")
 
@@ -46,10 +48,10 @@ Key = TypeVar("Key")
 def outermost_lists(
     model: nn.Module, fits: Callable[[Modules], bool]
 ) -> dict[str, Modules]:
-    """Return the lists of modules that fit, by name, without those inside others.
+    """Return the model's lists of modules for which ``fits`` is true, by name.
 
-    A block may hold such a list too, for example its experts. A list is a ``ModuleList``, a
-    ``ModuleDict``, or a ``Sequential`` of modules of one class.
+    A list is a ``ModuleList``, a ``ModuleDict``, or a ``Sequential`` of modules of one
+    class. A list inside a returned list is left out, such as the experts of a block.
     """
     lists = dict[str, Modules]()
     for name, module in model.named_modules():
@@ -61,9 +63,9 @@ def outermost_lists(
 
 
 def _modules_of_list(name: str, module: nn.Module) -> Modules:
-    """Return the modules of a list by name; none of any other module.
+    """Return the modules of a list, by name; an empty dict if ``module`` is no list.
 
-    A ``Sequential`` of several classes is no list, but one block.
+    A ``Sequential`` of several classes counts as one block, not as a list.
     """
     modules = {
         f"{name}.{child}".lstrip("."): block for child, block in module.named_children()
@@ -81,10 +83,11 @@ def _are_alike(modules: Modules) -> bool:
 def collect(
     blocks: Mapping[Key, nn.Module], take: Callable[[Key, Tensor], None]
 ) -> ExitStack:
-    """Return hooks that call ``take(key, z)`` when a block has returned z.
+    """Return hooks that call ``take(key, z)`` after each forward of a block.
 
-    If a block returns a tuple, z is the first tensor in it; if a dict, the only one
-    [B, N, F]. ``close``, or the end of a with statement, removes the hooks.
+    z is the output of the block: the first tensor if the output is a tuple, or the only
+    tensor [B, N, F] if it is a dict. ``close()``, or the end of a with statement,
+    removes the hooks.
     """
     hooks = ExitStack()
     for key, block in blocks.items():
@@ -110,8 +113,8 @@ def _pass_on(
 
 
 def _tensor_of(output: Any) -> Tensor | None:
-    """Return the activations in the output of a block; None if there are none, or
-    several in a dict.
+    """Return the activations in a block's output; None if there are none, or if a dict
+    has several candidates.
     """
     if isinstance(output, Tensor):
         return output
@@ -126,7 +129,7 @@ def _tensor_of(output: Any) -> Tensor | None:
 
 
 def _summary(output: Any) -> str:
-    """Return the type of a block's output, and what is in a tuple or dict."""
+    """Return a text with the type of a block's output, and the shapes inside it."""
     if isinstance(output, Mapping):
         parts = [f"{name} {_shape(part)}" for name, part in output.items()]
         return f"a dict of {' and '.join(parts) or 'nothing'}"
@@ -136,7 +139,7 @@ def _summary(output: Any) -> str:
 
 
 def _shape(part: Any) -> str:
-    """Return the shape of a tensor, or the type of anything else."""
+    """Return the shape of a tensor, or the type's name of any other object."""
     if isinstance(part, Tensor):
         return str(list(part.shape))
     return type(part).__name__
@@ -149,30 +152,34 @@ class attach(AbstractContextManager["attach"]):
         handle = attach(model)
         loss = model(**batch).loss + handle.loss()
 
-    The outputs of a forward in training mode and with gradients are held until ``loss``
-    takes them or the next one begins.
+    Outputs are collected in training mode with gradients enabled. They are held until
+    ``loss`` is called or the next forward begins.
 
     Args:
-        model: of any library. DDP, ``fully_shard`` or torch.compile may wrap it before
-            or after. Its inputs begin with [B] or, if they are token ids, with [B, N].
-            Where B = N, or where the input is [N, B] as well, attach notices blocks
-            that return [N, B, F] only by the ``batch_first`` of torch's modules.
-        layers: names of modules in ``model.named_modules()`` that return [B, N, F], a
-            tuple whose first tensor this is, or a dict with no other such tensor. The
+        model: of any library. DDP, ``fully_shard`` or torch.compile may wrap the model
+            before or after attach. The first dimension of the model's inputs is B; token
+            ids are [B, N]. Blocks that return [N, B, F] are an error. If B = N, or if
+            the inputs are [N, B] as well, only the ``batch_first`` of torch's modules
+            shows this error.
+        layers: names of modules in ``model.named_modules()``. Each returns [B, N, F], a
+            tuple whose first tensor is [B, N, F], or a dict with one such tensor. The
             name of a list stands for all its modules. A block that runs several times
             in a forward counts as several layers, as in ["block"] of a universal
             transformer. None: the longest list of modules of one class.
-        coeff: λ, an attribute. Below 0, the embeddings condense, and attach warns.
-        variant: of the loss. ``options`` are further attributes of ``DispersionLoss``.
+        coeff: λ, also an attribute. If it is negative, the embeddings condense, and
+            attach warns.
+        variant: the variant of the loss.
+        options: further attributes of ``DispersionLoss``.
 
     Attributes:
-        step: from which the sampled estimator draws its positions. Every ``loss`` adds
-            1.
+        step: the step from which the sampled estimator draws its positions. Every call
+            of ``loss`` adds 1.
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
-            ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask``
-            that the model got; without one, every position is a token.
-        losses: of each block, or of its last call, the mean over the sequences in the
-            last ``loss`` without λ, on the device.
+            ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
+            the model's inputs, or without such an input, all positions are tokens.
+        losses: by the name of a block, the mean over sequences of the last loss,
+            without λ, a scalar on the device. A block that runs several times has the
+            loss of its last run.
 
     Raises:
         ValueError: the blocks are not found or are ambiguous, their outputs are [N, B,
@@ -230,18 +237,18 @@ class attach(AbstractContextManager["attach"]):
             self._hooks.enter_context(hook)
 
     def loss(self, weights: Tensor | None = None) -> Tensor:
-        """Return λ times the mean over layers and sequences of the last forward: a
-        scalar, to be added to another loss.
+        """Return λ times the dispersion loss of the last forward, averaged over layers
+        and sequences: a scalar. Add it to the training loss.
 
         Args:
-            weights: [B], with which the sequences are added up. None: 1/B each, their
-                mean. Without sequences, the loss is 0.
+            weights: [B], the weight of each sequence. None: 1/B, which gives the mean;
+                the loss is then 0 if B is 0.
 
         Raises:
             RuntimeError: nothing was collected since the last call, or the last forward
-                raised an error. (Under ``torch.no_grad``, the loss is then 0.)
-            ValueError: the outputs or the mask do not have the shape that the model's
-                input implies.
+                raised an error. (Under ``torch.no_grad``, the loss is 0 instead.)
+            ValueError: the shape of the outputs or of the mask does not fit the model's
+                inputs.
         """
         outputs = self._outputs
         inputs = self._inputs
@@ -269,7 +276,7 @@ class attach(AbstractContextManager["attach"]):
         return self.coeff * (weights * of_sequences).sum()
 
     def detach(self, *error: object) -> None:
-        """Remove the hooks, and forget what they have collected."""
+        """Remove the hooks and the collected outputs."""
         self._hooks.close()
         self._outputs = []
         self._inputs = {}
@@ -278,7 +285,7 @@ class attach(AbstractContextManager["attach"]):
     __exit__ = detach
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of the model keeps: not what a forward has left."""
+        """Return the attributes for a copy or a pickle, without collected outputs."""
         return vars(self) | {
             "_outputs": [],
             "_inputs": {},
@@ -322,13 +329,14 @@ class attach(AbstractContextManager["attach"]):
 
 
 def _mean(losses: Tensor) -> Tensor:
-    """Return the mean of losses [B], and 0 of none."""
+    """Return the mean of losses [B]; 0 if B is 0."""
     return losses.sum() / max(1, len(losses))
 
 
 def _arguments(model: nn.Module) -> list[str]:
-    """Return the names of the arguments of forward, within DDP and torch.compile, which
-    take any.
+    """Return the names of the arguments of ``model.forward``.
+
+    DDP and torch.compile take any arguments: the names are those of the wrapped model.
     """
     arguments = inspect.signature(model.forward).parameters
     inner = cast(Any, model)
@@ -358,9 +366,10 @@ def _valid(
     inputs: Mapping[str, Tensor],
     outputs: Iterable[tuple[str, Tensor]],
 ) -> Tensor | None:
-    """Return which positions are tokens, [B, N], or None if all are.
+    """Return which positions are tokens, bool [B, N]; None if all are.
 
-    Token ids are [B, N], and other inputs begin with B.
+    Raises ValueError if the first dimensions of the outputs differ from those of the
+    first input ([B, N] of token ids, B of other inputs), or if the mask is not [B, N].
     """
     first = next(iter(inputs.values()), torch.empty(()))
     expected = first.shape[: 1 if first.is_floating_point() else 2]
@@ -389,7 +398,7 @@ def _valid(
 
 
 def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
-    """Return the named modules; of a named list, its modules."""
+    """Return the modules with these names, by name. A list stands for its modules."""
     modules = dict(model.named_modules())
     blocks = Modules()
     names = [layers] if isinstance(layers, str) else layers
@@ -404,7 +413,10 @@ def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
 
 
 def _longest_list(model: nn.Module) -> Modules:
-    """Return the blocks of the longest list, if no other has half as many."""
+    """Return the blocks of the longest list of modules of one class.
+
+    Raises ValueError if there is none, or if another list is at least half as long.
+    """
     lists = outermost_lists(
         model, lambda modules: len(modules) > 1 and _are_alike(modules)
     )

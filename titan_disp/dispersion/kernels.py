@@ -1,10 +1,10 @@
-"""This module holds what differs between GPU and CPU: the dtype of products, and
-compiled pointwise operations.
+"""Where GPU and CPU differ: the dtype of matrix products, and compiled pointwise
+operations.
 
 On a GPU, bf16 activations are multiplied on bf16 tensor cores; sums, and everything
-computed from a cosine, are in float32. Otherwise everything is computed in float32
-(float64 stays float64), because bf16 products are slow on a CPU and float16 could
-overflow.
+computed from a cosine, are in float32. In all other cases, everything is computed in
+float32 (float64 stays float64), because bf16 products are slow on a CPU and float16
+could overflow.
 """
 
 import functools
@@ -19,50 +19,49 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# how ``path`` says it
+# texts in the result of ``path``
 EAGER_ON_CPU = "eager: on a CPU"
 BF16_PRODUCTS = "bfloat16, added in float32"
 _functions: dict[str, str] = {}
 _products: set[str] = set()
-# Called with a fused function and its arguments, in place of it. A benchmark sets this
-# to count each call as one kernel, on meta tensors that no compiler takes.
+# If set, this is called instead of a fused function, with the function and its
+# arguments. A benchmark counts kernels with this hook, on meta tensors, for which
+# nothing can be compiled.
 run_fused: Callable[..., Any] | None = None
 
 
 def path() -> dict[str, Any]:
-    """Return how this process has computed dispersion so far; both entries are empty
-    before the first loss.
+    """Return how this process has computed dispersion losses so far.
 
-    ``kernels`` says of every fused function that ran whether it was compiled or eager,
-    and of every kernel of ``triton_pairs`` whether it is used, and why. ``products``
-    lists the dtypes of the operands of products.
+    ``kernels`` tells for each fused function whether it ran compiled or eager, and for
+    each kernel of ``triton_pairs`` whether it is used, with the reason. ``products``
+    lists the dtypes of the operands of matrix products. Both are empty before the first
+    loss.
     """
     return {"kernels": dict(_functions), "products": sorted(_products)}
 
 
 def record(kernel: str, how: str) -> None:
-    """Let ``path`` say how a kernel ran, unless it says so already."""
+    """Store how a kernel ran, for ``path``. Only the first call for a kernel counts."""
     _functions.setdefault(kernel, how)
 
 
 def part_size(count: int, most: int, multiple: int = 1) -> int:
-    """Return the size of about equal parts of ``count``, as few as sizes up to ``most``
-    allow, rounded up to a multiple.
+    """Return the size of a part if ``count`` is divided into about equal parts of at
+    most ``most``, as few as possible. The size is rounded up to a multiple.
     """
     parts = math.ceil(count / most)
     return math.ceil(count / parts / multiple) * multiple
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64, which tests compute in, otherwise
-    float32.
-    """
+    """Return the dtype of sums: float64 for float64 (in tests), otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products of x are formed: bf16 if x is bf16 on an
-    accelerator, else the sums' dtype.
+    """Return the dtype of x in matrix products: bf16 if x is bf16 on an accelerator,
+    otherwise the accumulation dtype.
     """
     if x.dtype == torch.bfloat16 and x.device.type != "cpu":
         return torch.bfloat16
@@ -70,9 +69,9 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 
 
 def bf16_autocast(device: str) -> bool:
-    """Return whether bf16 AMP is active, as on one GPU.
+    """Return whether bf16 AMP is active, which TorchTitan uses on a single GPU.
 
-    Block outputs are then float32, but products should be bf16.
+    Blocks then return float32, but products should be bf16.
     """
     return (
         device != "cpu"
@@ -91,9 +90,9 @@ def _baddbmm(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
 
 @functools.cache
 def _float32_results(device: torch.device, function: str) -> bool:
-    """Return whether a function, bmm or baddbmm, adds bf16 products in float32.
+    """Return whether torch.bmm or torch.baddbmm can add bf16 products in float32.
 
-    On CUDA, both do since torch 2.8.
+    On CUDA, both functions can since torch 2.8.
     """
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
@@ -123,8 +122,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == accumulation_dtype(a.dtype):
         _products.add(str(a.dtype).removeprefix("torch."))
         return torch.bmm(a, b)
-    # Rounded to bf16, cosines near 1 would lose the digits that the gradient depends
-    # on.
+    # If cosines near 1 were rounded to bf16, they would lose the digits that determine
+    # the gradient.
     if _float32_results(a.device, "bmm"):
         _products.add(BF16_PRODUCTS)
         return _bmm(a, b)
@@ -132,11 +131,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
-    """Add a @ b to ``out`` [B, m, n] in place, or write it there.
+    """Add a @ b to ``out`` [B, m, n] in place, or overwrite ``out`` with a @ b.
 
     ``out`` has the accumulation dtype.
     """
-    beta = 0 if overwrite else 1  # with 0, what is in ``out`` is not read
+    beta = 0 if overwrite else 1  # with 0, ``out`` is not read
     if a.dtype == out.dtype:
         _products.add(str(a.dtype).removeprefix("torch."))
         out.baddbmm_(a, b, beta=beta)
@@ -150,10 +149,10 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> 
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function into one kernel without temporaries, if its first argument is
-    on an accelerator.
+    """Return ``function``, which is compiled into one kernel without temporaries when
+    its first argument is on an accelerator.
 
-    If compilation fails (no compiler, no Triton), the function warns and runs as it is.
+    If compilation fails (no compiler, no Triton), it warns and runs the eager code.
     """
     compiled: list[Callable[P, T]] = []
     name = function.__name__.strip("_")
@@ -168,8 +167,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             _functions.setdefault(name, EAGER_ON_CPU)
             return function(*args, **kwargs)
         if not compiled:
-            # With fullgraph, Dynamo raises at its limit of recompilations instead of
-            # running the function as it is.
+            # With fullgraph, Dynamo raises an error at its limit of recompilations
+            # instead of silently running the eager code.
             compiled.append(torch.compile(function, fullgraph=True))
         if compiled[0] is function:
             return function(*args, **kwargs)
@@ -177,8 +176,8 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             result = compiled[0](*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        # Dynamo, Inductor, Triton and compilers raise different types, before anything
-        # runs
+        # Dynamo, Inductor, Triton and compilers raise different types of errors, but
+        # all before the function runs.
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             warnings.warn(

@@ -1,18 +1,16 @@
-"""The loss is computed from the tokens of several layers, which may be sharded along
-the sequence (TP, CP, or both).
+"""Apply a variant to the tokens of several layers, which may be sharded along the
+sequence (TP, CP, or both).
 
-Communication of a sharded sequence, of a loss that is
+Communication if the sequence is sharded, by estimator and type of variant:
 
 exact
-    All-gather z in its own dtype, one step ahead: while a layer's own rows × own
-    columns and own rows × other columns are computed, the next layer is gathered.
-    All-reduce S, stacked over the layers.
-by moments
-    Per layer, all-gather about 64 tokens per sequence and all-reduce F×F numbers per
-    sequence.
-exact, of a function of moments
+    All-gather z in its own dtype, one layer ahead: the next layer is gathered while the
+    pairs of a layer are computed. All-reduce S, stacked over the layers.
+moments
+    Per layer, all-reduce about 64 sampled tokens and F×F numbers per sequence.
+exact, ``MomentsVariant``
     Per layer, all-reduce F×F numbers per sequence.
-exact, of autograd code
+exact, ``AutogradVariant``
     Per layer, all-gather z in its own dtype. Every rank computes the whole loss.
 sampled
     All-reduce m×F numbers per sequence and layer, for all layers at once (m sampled
@@ -55,26 +53,29 @@ from titan_disp.dispersion.masks import (
 )
 from titan_disp.dispersion.vectors import Gradient
 
-# Takes this rank's tokens of some sequences of one layer, z [B, n, F], and their mask.
-# Returns value [B] and ∂value/∂z. Under a mask, z is 0 at padded positions, and the
+# Takes this rank's tokens z [B, n, F] of some sequences of one layer, and their mask.
+# Returns a value [B] and ∂value/∂z. With a mask, z is 0 at padded positions, and the
 # gradient there is ignored.
 Compute = Callable[[Tensor, TokenMask | None], Result]
 
 # The number of elements of z that are processed at a time, so that memory does not grow
-# with the batch. In float32 they take 32 MiB, or 128 MiB on a GPU, which needs few and
-# large kernels.
+# with the batch. In float32, this is 32 MiB on a CPU, and 128 MiB on a GPU, which needs
+# few and large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
-# Of layers that are computed together. On a CPU, they fit into its caches. On a GPU,
-# their copies would cost more than the kernels of larger ones.
+# The largest number of elements of small layers that are computed as one batch. On a
+# CPU, they fit into its caches. On a GPU, copying larger layers into one batch would
+# take longer than launching their kernels one by one.
 PACK_ELEMENTS = 1 << 20
 GPU_PACK_ELEMENTS = 1 << 21
 
 
 class Layers(ABC):
-    step: int = 0  # that was given with the layers
-    first: int = 0  # the index of the first of them
-    # the gradient that arrives for the only layer (``compute_in_backward``)
+    """The tokens of several layers, to which a variant is applied."""
+
+    step: int = 0  # the training step
+    first: int = 0  # the index of the first layer
+    # the gradient of the only layer from the rest of the model (``compute_in_backward``)
     arriving: list[Tensor] | None = None
     in_hooks: bool = False  # whether sampled layers add their gradients in hooks
 
@@ -86,13 +87,14 @@ class Layers(ABC):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        """Take one [B, N, F] per layer, or this rank's [B, n, F].
+        """Store the tokens and their layout.
 
         Args:
-            length: positions per sequence that the loss takes, over all ranks.
+            zs: one [B, N, F] per layer, or this rank's [B, n, F].
+            length: positions per sequence in the loss, over all ranks.
             mask: which positions of the whole sequences hold tokens; None if all do.
-            group: ranks over which the tokens are sharded; None if every rank holds all
-                of them.
+            group: ranks over which the tokens are sharded; None if each rank has all
+                tokens.
             in_bf16: whether float32 tokens are rounded to bf16 first.
         """
         self.zs = zs
@@ -106,32 +108,33 @@ class Layers(ABC):
 
     @abstractmethod
     def each(self, *computes: Compute) -> Tensor:
-        """Apply one ``compute`` to every layer, or to each its own, and return what they
-        return as values, [L, B]: a rank's part, to be summed over the ranks, or the
-        whole loss.
+        """Return the values of ``computes`` [L, B]: this rank's part of a sum over the
+        ranks, or the whole loss.
 
-        If there is one, it may get several layers as one batch.
+        There is one compute for all layers, which may then get several layers as one
+        batch, or one compute per layer.
         """
 
     def tokens(self, mask: TokenMask | None) -> Count:
-        """Return the number of tokens per sequence, at least 2: the loss 0 of shorter
-        ones is filled in later.
+        """Return the number of tokens per sequence, at least 2. (The loss of shorter
+        sequences is later set to 0.)
         """
         if mask is None:
             return self.length
         return mask.counts.clamp_min(2)
 
     def pairs(self) -> Count:
-        """Return the number of pairs i ≠ j that the loss takes, per sequence or [L, B];
-        at least 1, as ``tokens``.
+        """Return the number of pairs i ≠ j in the loss of a sequence, at least 1: an int,
+        [B] or [L, B].
         """
         if self.mask is None:
             return self.length * (self.length - 1)
         return self._masked_pairs().clamp_min(1)
 
     def without_pairs(self) -> Tensor:
-        """Return which sequences have no pair under a mask, [B] or [L, B]: their loss
-        is 0.
+        """Return which sequences have no pair, bool [B] or [L, B]: their loss is 0.
+
+        Only for layers with a mask.
         """
         return self._masked_pairs() == 0
 
@@ -145,12 +148,12 @@ class Layers(ABC):
         return SumOverGroup.apply(values, self.group)
 
     def logsumexp_over_group(self, values: Tensor) -> Tensor:
-        """Return log Σ exp of the values over the ranks, with the gradient of this
-        rank's own.
+        """Return log Σ exp of the values over the ranks. Only this rank's values have a
+        gradient.
         """
         if self.group is None:
             return values
-        # The values of other ranks are constants: a rank has the gradient of its own.
+        # The values of other ranks are constants: those ranks compute their gradients.
         of_all = of_ranks(values.detach(), self.group)
         of_all[rank_in(self.group)] = values
         return of_all.logsumexp(0)
@@ -169,8 +172,9 @@ class Layers(ABC):
         return sums / (tokens * torch.tensor(self.features)[:, None].to(sums))
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Return the gathering of the tokens z, which a ``Compute`` has received, from
-        all ranks; here None, as z is the whole already.
+        """Return an all-gather of z, the tokens that a ``Compute`` has received.
+
+        None: z already has the tokens of all ranks.
         """
         return None
 
@@ -183,9 +187,7 @@ class Layers(ABC):
         return z
 
     def _apply(self, compute: Compute, z: Tensor, mask: TokenMask | None) -> Result:
-        """Return a value and its gradient, which is 0 for padding, whatever z has
-        there.
-        """
+        """Return the value and the gradient of z, which is 0 at padding."""
         value, gradient = compute(self._prepared(z, mask), mask)
         if mask is not None:
             gradient = replace(gradient, tokens=mask.own)
@@ -193,12 +195,10 @@ class Layers(ABC):
 
 
 class WholeLayers(Layers):
-    """All tokens of ``zs``, which holds one [B, N, F] per layer, or this rank's [B, n,
-    F].
-    """
+    """All tokens of each layer."""
 
     _following: Sequence[Tensor] = ()  # the layers that are computed next
-    _ahead: Gathering | None = None  # of them, begun by the last ``gather``
+    _ahead: Gathering | None = None  # the all-gather of these, if it has begun
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
@@ -215,11 +215,11 @@ class WholeLayers(Layers):
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Return the gathering of z, and start that of the layers that follow, so that
-        this takes no time beside the work for z.
+        """Return an all-gather of z, and start the all-gather of the next layers, which
+        then runs during the work for z.
 
-        A ``Compute`` must call it once for each pack, in order, or never: if the call
-        before has started a gathering, that one is returned, and z is not used.
+        A ``Compute`` must call this once for each pack, in order, or never: if the
+        previous call has started an all-gather, this call returns that and ignores z.
         """
         if self.group is None:
             return None
@@ -232,9 +232,7 @@ class WholeLayers(Layers):
         return gathering
 
     def _of_pack(self, compute: Compute, pack: list[Tensor]) -> Result:
-        """Return the values and the gradient of layers that are computed as one batch
-        (``packed``).
-        """
+        """Return the values [k·B] and the gradient of k layers, computed as one batch."""
         z, mask = self._together(pack)
         if self.group is None:
             return in_parts(z, mask, partial(self._apply, compute))
@@ -254,8 +252,10 @@ class WholeLayers(Layers):
 
 
 def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put small layers of one kind together, because each alone would take as many
-    kernels, all of them small.
+    """Return the layers in lists, each of which is computed as one batch.
+
+    Consecutive small layers of equal shape and dtype are in one list, because one batch
+    needs as many kernels as a single layer.
     """
     most = PACK_ELEMENTS if zs[0].device.type == "cpu" else GPU_PACK_ELEMENTS
     packs = [[zs[0]]]
@@ -270,9 +270,10 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def parts(z: Tensor) -> list[slice]:
-    """Return slices that divide the sequences of z [B, n, F], so that the memory of
-    temporaries does not grow with the batch. B is at least 1: the loss of an empty
-    batch is not computed.
+    """Return slices of the sequences of z [B, n, F], B ≥ 1.
+
+    They are processed one after another, so that the memory of temporaries does not grow
+    with the batch.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
@@ -282,7 +283,8 @@ def parts(z: Tensor) -> list[slice]:
 
 def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
     """Return ``compute(z, mask)``, computed for a few sequences at a time (``parts``).
-    In several parts, the gradient is in ``saved_dtype``.
+
+    If there are several parts, the gradient is in ``saved_dtype``.
     """
     slices = parts(z)
     if len(slices) == 1:
@@ -296,33 +298,32 @@ def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
     return torch.cat(values), Gradient(grad)
 
 
-# Returns the loss of some sequences of a layer, a scalar, given the index of the layer,
-# the tokens [b, n, F], which sequences they are, and a list of the gradient that arrives
-# for them. Backward of the loss may take that gradient out of the list. It then returns
-# its own, multiplied by what arrives for the loss, plus the one taken out.
+# Takes the index of a layer, the tokens [b, n, F] of some sequences, the slice of these
+# sequences in the batch, and a list with one entry: the tokens' gradient from the rest
+# of the model. Returns the loss, a scalar. Its backward may remove the entry of the
+# list, and then returns the sum of both gradients.
 LossOfPart = Callable[[int, Tensor, slice, list[Tensor]], Tensor]
 
 
 def compute_in_backward(
     zs: Sequence[Tensor], loss: LossOfPart, finish: Callable[[], None]
 ) -> Tensor:
-    """Return 0, whose backward adds the gradient of ``loss``, multiplied by the gradient
-    of the 0, to that of each of ``zs`` [B, n, F], and then, after the last of these,
-    calls ``finish``.
+    """Return a scalar 0. Its backward adds the gradient of ``loss``, multiplied by the
+    gradient of the scalar, to the gradient of each of ``zs`` [B, n, F]. After the last
+    layer, it calls ``finish``.
 
-    The loss is computed when the gradient of z arrives. Until then only z is kept,
-    which the model's next layer keeps as well, unless that is checkpointed together
-    with other layers. Each z must get a gradient from another use in the model, such as
-    that layer.
+    The loss is computed when a gradient of z arrives from the rest of the model, where z
+    must have another use. Until then, only z is stored. The next layer of the model
+    usually stores z as well, except when several layers are checkpointed together.
 
     Raises:
-        RuntimeError: in backward, as ``add_in_backward`` (also with ``create_graph``),
-            or if z has been changed.
+        RuntimeError: in backward, for the reasons of ``add_in_backward`` or because z was
+            modified in place.
     """
     kept: list[Tensor | None] = [z.detach() for z in zs]
     versions = [z._version for z in zs]
 
-    # ``factor`` is what the value, a scalar, is multiplied by.
+    # ``factor`` is the gradient of the returned scalar.
     def add(layer: int, factor: Tensor, grad: Tensor) -> Tensor:
         z = kept[layer]
         assert z is not None
@@ -344,7 +345,7 @@ def compute_in_backward(
             z = z.detach().requires_grad_()
             value = loss(layer, z, part, arriving)
             (of_loss,) = torch.autograd.grad(value, z, factor)
-        if arriving:  # it was not taken out
+        if arriving:  # backward of the loss has not added it
             return of_loss + grad
         return of_loss
 
@@ -353,8 +354,9 @@ def compute_in_backward(
 
 
 def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
-    """Return the positions 0 to ``tokens`` − 1 in the order in which they are drawn, int64
-    on the CPU.
+    """Return the positions 0 to ``tokens`` − 1 in a random order, int64 on the CPU.
+
+    The order depends only on the arguments.
     """
     generator = torch.Generator().manual_seed(
         ((seed * 1_000_003 + step) * 1_009 + layer) % 2**64
@@ -363,15 +365,16 @@ def order(tokens: int, seed: int, step: int, layer: int) -> Tensor:
 
 
 class SampledLayers(Layers):
-    """The first ``count`` positions of each layer's order that hold tokens in a
-    sequence, or all of these if there are fewer.
+    """A sample of the tokens: in each sequence, the first ``count`` positions of the
+    layer's random order that hold tokens, or all tokens if there are fewer.
 
-    Without a mask, they are the same for all sequences. The authors' released code
-    samples by default: 256 positions, drawn anew for every layer and microbatch. Here
-    the draw depends on the seed, the step and the layer alone, so it is the same on
-    every mesh and after a resume.
+    Without a mask, the positions are the same for all sequences. The authors' released
+    code samples by default: 256 positions, drawn anew for every layer and microbatch.
+    Here the sample depends only on the seed, the step and the layer, so it is the same
+    on every mesh and after a resume.
 
-    Every rank computes the loss of them all, and keeps the gradient of its own.
+    Every rank computes the loss of the whole sample, and keeps the gradient of its own
+    tokens.
     """
 
     def __init__(
@@ -383,9 +386,9 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        # Every rank has all of the drawn tokens.
+        # No group: every rank has the whole sample.
         super().__init__(zs, length=count, mask=mask, group=None, in_bf16=in_bf16)
-        self.mask = None  # of each layer: as many slots are filled in all
+        self.mask = None  # of each layer: all layers fill the same number of slots
         self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
         batch, n, _ = zs[0].shape
         device = zs[0].device
@@ -397,7 +400,7 @@ class SampledLayers(Layers):
             on_device = torch.stack(orders).to(device, non_blocking=True)
             positions = self._draw_tokens(mask, on_device)
         is_held, index = held_positions(positions, n, group)
-        self.rows = in_a_row(index, n)  # of z, [L, B·m]
+        self.rows = in_a_row(index, n)  # rows of z.flatten(0, 1), [L, B·m]
         tokens = [
             z.detach().flatten(0, 1).index_select(0, rows)
             for z, rows in zip(zs, self.rows, strict=True)
@@ -411,8 +414,9 @@ class SampledLayers(Layers):
             dist.all_reduce(self.z, group=group)
 
     def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
-        """Set the masks of the drawn tokens, and return their positions, [L, B, m].
-        Slots that stay empty have other positions of the sequence.
+        """Return the positions of the sample, [L, B, m], and set its masks.
+
+        Empty slots have any other positions of the sequence.
         """
         layers = len(orders)
         chosen = first_of_orders(mask, orders, self.length).flatten(0, 1)
@@ -427,8 +431,7 @@ class SampledLayers(Layers):
 
     def each(self, *computes: Compute) -> Tensor:
         if len(computes) == 1:
-            # All layers at once: each layer alone would take as many kernels, all of
-            # them small.
+            # All layers as one batch, which needs as many kernels as a single layer.
             values, grads = self._computed(
                 self.z.flatten(0, 1), self.mask_of_all, *computes
             )
@@ -456,11 +459,11 @@ class SampledLayers(Layers):
     def _computed(
         self, z: Tensor, mask: TokenMask | None, compute: Compute
     ) -> tuple[Tensor, Tensor]:
-        """Return values [b] and gradients [b, m, F] of drawn tokens z [b, m, F]: of one
-        layer, or of all layers, one after another.
+        """Return values [b] and gradients [b, m, F] of sampled tokens z [b, m, F], which
+        are the sequences of one layer, or of all layers in a row.
 
-        The gradients are in the accumulation dtype. ``in_parts`` has rounded those of
-        several parts to ``saved_dtype``.
+        The gradients are in the accumulation dtype, but rounded to ``saved_dtype`` if
+        ``in_parts`` has several parts.
         """
         value, gradient = in_parts(z, mask, partial(self._apply, compute))
         return value, gradient.tensor(accumulation_dtype(z.dtype))

@@ -1,4 +1,4 @@
-"""The loss combines a variant with an estimator, for any sharding of the sequence."""
+"""The dispersion loss: a variant and an estimator, for any sharding of the sequence."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,29 +39,29 @@ ESTIMATORS = ("exact", "moments", "sampled")
 
 @dataclass(frozen=True)
 class DispersionLoss:
-    """Compute the dispersion loss.
+    """The dispersion loss with its options. Call the object to compute the loss.
 
     An option that the variant or the estimator does not use must keep its default.
 
     Attributes:
         variant: a name in ``VARIANTS``, "package.module:Class", or an object of such a
-            class, which has its own options. docs/losses.md has the formulas, and the
-            options that each variant uses.
-        estimator: exact (all pairs); moments (all pairs, in time linear in N; if the
-            variant's w is smooth); sampled (the pairs of ``max_tokens`` positions).
+            class, which has its own options. docs/losses.md has the formulas and the
+            options of each variant.
+        estimator: exact (all pairs); moments (approximates all pairs in time linear in
+            N; only for variants with a smooth w); sampled (the pairs of ``max_tokens``
+            positions).
         tau: τ, the temperature.
         clamp: κ. Cosines are clamped to [−1+κ, 1−κ].
-        norm_eps: ε, added to the norms. Its default, the authors', is large: a short
-            token, whose norm is not far above ε, has smaller cosines than the formula
-            without ε gives.
+        norm_eps: ε, added to the norms. The default is from the authors, and is large:
+            if a token's norm is not far above ε, its cosines are noticeably smaller.
         norm_coeff: λ_norm of l2_repel, which keeps distances from growing without
             bound.
-        include_diagonal: l2_repel takes the pair of each token with itself into the
-            mean, as in the authors' code.
+        include_diagonal: whether the mean of l2_repel includes the pair of each token
+            with itself, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
-        seed: of these positions. The other estimators draw nothing.
-        options: the options of the variant that are not attributes of this class, by
-            name.
+        seed: the seed of these positions. The other estimators draw nothing.
+        options: by name, the options of the variant that are not attributes of this
+            class.
 
     Raises:
         ValueError: an option is unknown, out of range or unused, or the variant does
@@ -121,7 +121,11 @@ class DispersionLoss:
             )
 
     def _refuse_unused(self, key: str, not_using: str, using: str) -> None:
-        """Raise ValueError if an attribute does not have its default."""
+        """Raise ValueError if the attribute ``key`` does not have its default.
+
+        ``not_using`` is the variant or estimator that does not use the attribute, and
+        ``using`` names those that do.
+        """
         value = getattr(self, key)
         default = getattr(DispersionLoss, key)
         if value != default:
@@ -165,9 +169,7 @@ class DispersionLoss:
 
     @property
     def saved_tokens(self) -> int | None:
-        """At how many positions of a sequence its gradient is not 0; None: at all of
-        them.
-        """
+        """The number of positions per sequence with a gradient; None if all have one."""
         return self.max_tokens if self.estimator == "sampled" else None
 
     def __call__(
@@ -188,40 +190,42 @@ class DispersionLoss:
             zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if
                 ``group`` is given. The shards of all ranks must always have equal
                 shapes, which are compared when they are new to a rank. Layers may
-                differ in dtype, and in F except with the sampled estimator. The exact
-                loss does not depend on which tokens a rank holds or on their order.
+                differ in dtype and, except with the sampled estimator, in F. The exact
+                loss does not depend on the order of the tokens, nor on which rank has
+                which tokens.
             group: process group or 1-D mesh over which the sequence is sharded.
-            step: training step, from which the sampled estimator draws its positions.
-                If it does not change, neither do they.
-            fit_errors: list that receives, per layer, the relative error [B] of the
-                slopes that the moments estimator fitted, each for a pair of tokens that
-                its own fit leaves out, and weighted by the pair's contribution to the
-                gradient. Without the list, the call waits for the errors and warns of
-                one above 10 %.
+            step: training step, which determines the positions of the sampled
+                estimator. The same step gives the same positions.
+            fit_errors: list to which the moments estimator appends one error [B] per
+                layer: the relative error of the fitted slopes on pairs that are left out
+                of their own fit, weighted by the pairs' contribution to the gradient.
+                Without the list, the host waits for the errors and warns if one is
+                above 10 %.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at
-                padding, which may hold anything. The loss of each sequence is computed
-                without its padding; it is 0 for fewer than two tokens.
-            segments: int [B, N], or this rank's [B, N/p], in place of ``valid``: the
-                number of each token's document in its sequence, or −1 at padding. The
-                loss then takes the pairs *within* documents only; it is 0 without any.
-                Losses of cosines and l2_repel can do this, exact and sampled. The host
-                waits for the numbers.
-            first: the index of the first of ``zs``, if they are some of all layers.
-            arriving: for ``compute_in_backward``: the gradient that the only layer gets
-                from elsewhere. Backward may take it out of the list, and then returns
-                the sum.
-            in_hooks: whether hooks on ``zs`` may add the sampled estimator's rows to
-                the gradients that ``zs`` get from elsewhere, which they must have.
+                padding, where z may be anything. The loss ignores padding. The loss of
+                a sequence with fewer than two tokens is 0.
+            segments: int [B, N], or this rank's [B, N/p], instead of ``valid``: the
+                index of each token's document in its sequence, or −1 at padding. The
+                loss then takes only the pairs *within* documents, and is 0 if there are
+                none. This is possible with losses of cosines and l2_repel, exact and
+                sampled. The host waits for these indices.
+            first: the index of the first layer of ``zs`` among all layers of the loss.
+            arriving: for ``compute_in_backward``: a list with one entry, the gradient of
+                the only layer from the rest of the model. Backward may remove the entry,
+                and then returns the sum of both gradients.
+            in_hooks: whether the sampled estimator may add its gradient by hooks on
+                ``zs``. Each of ``zs`` must then also get a gradient from the rest of
+                the model.
 
         Returns:
             [len(zs), B] in float32 (float64 for float64 input), the same full value on
                 every rank of ``group``. Each rank's own shard receives its complete
-                gradient. Without sequences, it is empty, and its mean is NaN.
+                gradient. If B is 0, the result is empty, and its mean is NaN.
 
         Raises:
-            ValueError: a wrong shape or dtype, fewer than 2 positions per sequence
-                without ``valid`` or ``segments``, or segments that the loss cannot
-                take.
+            ValueError: a shape or dtype is wrong, a sequence has fewer than 2 positions
+                (without ``valid`` and ``segments``), or the loss does not support
+                segments.
 
         Source: arXiv 2602.00217, Table 1; ``variants`` and ``moments`` have the
         formulas.
@@ -250,8 +254,8 @@ class DispersionLoss:
                 [z.sum((1, 2), dtype=accumulation_dtype(z.dtype)) for z in zs]
             )
         device = zs[0].device.type
-        # The loss chooses its dtypes itself: AMP would round cosines to bf16 and lose
-        # the digits near the clamp.
+        # No autocast: it would round cosines to bf16, which loses the digits near the
+        # clamp.
         in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         with torch.autocast(device, enabled=False):
             layers: Layers
@@ -323,23 +327,23 @@ class DispersionLoss:
         """Raise ValueError if the loss cannot take the pairs within segments only."""
         if self.estimator == "moments":
             raise ValueError(
-                "estimator is 'moments', which cannot keep to the pairs within "
-                "documents, as each of these would have an F×F matrix of its own: use "
-                "exact, which leaves out tiles without pairs, or sampled"
+                "estimator is 'moments', which cannot be limited to pairs within "
+                "documents, as it would need one F×F matrix per document: use exact, "
+                "which skips tiles without pairs, or sampled"
             )
         if not self._variant.of_pairs:
             of_pairs = [name for name in VARIANTS if VARIANTS[name].of_pairs]
             raise ValueError(
-                f"variant is {self.variant!r}, which is no loss of pairs, so that it "
-                "cannot keep to those within documents: "
+                f"variant is {self.variant!r}, which is not a loss of pairs, so it "
+                "cannot be limited to pairs within documents: "
                 f"expected one of {', '.join(of_pairs)}"
             )
 
 
 def _length(zs: Sequence[Tensor], shards: int, least: int) -> int:
-    """Return the number of positions of a whole sequence, of which zs are shards.
+    """Return the number of positions of a whole sequence.
 
-    Raises ValueError if it is below ``least``, or a layer has a wrong shape or dtype.
+    Raises ValueError if this is below ``least``, or a layer has a wrong shape or dtype.
     """
     if not zs:
         raise ValueError("no layers given, expected at least one [B, N, F] tensor")
@@ -376,16 +380,16 @@ def _length(zs: Sequence[Tensor], shards: int, least: int) -> int:
     return length
 
 
-# shapes of shards that were equal in a group
+# (name of the group, shapes of the layers) for which all ranks had equal shards
 _compared: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
 
 
 def _check_shards(
     shapes: tuple[tuple[int, ...], ...], group: dist.ProcessGroup
 ) -> None:
-    """Raise ValueError on every rank if shards differ.
+    """Raise ValueError on every rank if the shapes of the layers differ between ranks.
 
-    Shapes are compared when the ranks first meet them.
+    The same shapes are compared only once, because the comparison blocks the host.
     """
     if (group.group_name, shapes) in _compared or dist.get_backend(group) == "fake":
         return
@@ -412,7 +416,7 @@ def _check_valid(valid: Tensor, z: Tensor) -> None:
 
 
 def _with_options(function: Function) -> Function:
-    """Return the function, whose signature now names the options, for help()."""
+    """Return the function with its options listed in its signature, for help()."""
     signature = inspect.signature(function)
     *arguments, _ = signature.parameters.values()  # the last one is **options
     options = inspect.signature(DispersionLoss).parameters.values()

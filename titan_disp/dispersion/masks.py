@@ -1,6 +1,6 @@
-"""A mask says which positions of padded sequences hold tokens.
+"""Masks: which positions of sequences hold tokens, and in which document each token is.
 
-The mask is known on the device only, so no shape may depend on it. Where the number of
+A mask is known on the device only, so no shape may depend on it. Where the number of
 chosen tokens varies between sequences, they are put into a fixed number of *slots*,
 some of which stay empty.
 """
@@ -16,19 +16,24 @@ from torch import Tensor
 
 from titan_disp.dispersion.autograd import Gathering, of_ranks, rank_in
 
-Count = int | Tensor  # a number of tokens: one for all sequences, or [B]
+Count = int | Tensor  # a number of tokens: an int for all sequences, or [B]
 
 
-BLOCK = 128  # tokens of which the lowest and the highest segment are kept
+# The size of a block of tokens, for which the lowest and the highest segment are stored.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
 class TokenMask:
-    shards: tuple[Tensor, ...]  # for each rank of the group, in rank order, [B, n] bool
+    """Which positions hold tokens, and their segments (documents), if only pairs within
+    segments count. The tuples have one tensor per rank of the group, in rank order.
+    """
+
+    shards: tuple[Tensor, ...]  # True at tokens, bool [B, n]
     rank: int = 0  # index of this rank's shard
-    # The segments of the same tokens, [B, n] int, −1 where there is no token.
+    # The index of each token's segment, int [B, n]; −1 at padding
     segments: tuple[Tensor, ...] | None = None
-    # on the CPU: of each block of tokens, [B, blocks, 2]
+    # The lowest and the highest segment of each block, [B, blocks, 2], on the CPU
     ranges: tuple[Tensor, ...] | None = None
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "TokenMask":
@@ -42,22 +47,22 @@ class TokenMask:
     def __getitem__(self, sequences: slice) -> "TokenMask":
         batch = len(self.shards[0])
         if sequences.indices(batch) == (0, batch, 1):
-            return self  # with what it has cached
+            return self  # with its cached properties
         return self._with(lambda part: part[sequences])
 
     def repeat(self, times: int) -> "TokenMask":
-        """Return the mask of the same sequences several times in a row."""
+        """Return the mask of a batch that repeats these sequences ``times`` times."""
         if times == 1:
             return self
         return self._with(lambda part: torch.cat([part] * times))
 
     @property
     def own(self) -> Tensor:
-        """This rank's positions, [B, n, 1]."""
+        """This rank's shard: True at tokens, bool [B, n, 1]."""
         return self.shards[self.rank][..., None]
 
     def marks(self, rank: int) -> "Marks":
-        """Return what decides which tokens of a rank form pairs with others."""
+        """Return the marks of a rank's tokens, which decide which tokens form pairs."""
         if self.segments is None:
             return Marks(self.shards[rank][..., None])
         ranges = None if self.ranges is None else self.ranges[rank]
@@ -65,7 +70,7 @@ class TokenMask:
 
     @cached_property
     def whole(self) -> Tensor:
-        """The whole sequences, [B, N]."""
+        """The mask of the whole sequences, bool [B, N]."""
         return torch.cat(self.shards, dim=1)
 
     @cached_property
@@ -75,8 +80,8 @@ class TokenMask:
 
     @cached_property
     def squares(self) -> Tensor:
-        """The number of pairs of each sequence that the loss takes, with those of each
-        token with itself, [B].
+        """The number of pairs in the loss of each sequence, [B]. It includes the pair of
+        each token with itself.
         """
         if self.segments is None:
             return self.counts.square()
@@ -88,16 +93,17 @@ class TokenMask:
 
 @dataclass(frozen=True)
 class Marks:
-    """Some tokens are bool [B, n, 1], or int if they are of segments, −1 where there is
-    none.
+    """The marks of one rank's tokens. Two tokens form a pair if their marks are equal,
+    and neither is padding.
     """
 
+    # bool [B, n, 1], True at tokens; or the segments, int [B, n, 1], −1 at padding
     tokens: Tensor
-    ranges: Tensor | None = None
+    ranges: Tensor | None = None  # as in ``TokenMask``
 
     def span(self, where: slice) -> tuple[int, int] | None:
-        """Return the lowest and the highest segment of these tokens, and maybe of
-        others; None if it is not known.
+        """Return the lowest and the highest segment of the blocks that include these
+        tokens; None if ``ranges`` is None.
         """
         if self.ranges is None:
             return None
@@ -106,8 +112,8 @@ class Marks:
 
 
 def apart(rows: Tensor, cols: Tensor) -> Tensor:
-    """Return which tokens of rows [B, m, 1] and columns [B, 1, n] form no pair, [B, m,
-    n], given their marks.
+    """Return which tokens form no pair, bool [B, m, n], given the marks of the rows
+    [B, m, 1] and of the columns [B, 1, n].
     """
     if rows.dtype == torch.bool:
         return ~(rows & cols)
@@ -115,10 +121,10 @@ def apart(rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def token_mask(marks: Tensor, group: dist.ProcessGroup | None) -> TokenMask:
-    """Gather the mask from this rank's ``valid`` or segments [B, n].
+    """Return the mask of whole sequences, given this rank's ``valid`` or segments [B, n].
 
-    A sequence of a single token has no pair and counts as empty. The host waits for the
-    ranges of segments.
+    A sequence with a single token has no pair and counts as empty. If there are segments,
+    the host waits for their ranges.
     """
     has_segments = marks.dtype != torch.bool
     shards = [marks]
@@ -152,7 +158,7 @@ def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def marked_shards(
     gathering: Gathering | None, mask: TokenMask | None
 ) -> Iterator[tuple[Tensor, Marks | None]]:
-    """Yield the tokens [B, n, F] of each of the other ranks, with their marks."""
+    """Yield the tokens [B, n, F] of each other rank, and their marks."""
     if gathering is None:
         return
     for rank, shard in enumerate(gathering.of_ranks()):
@@ -161,11 +167,10 @@ def marked_shards(
 
 
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Return positions [B, slots], and whether they are chosen, [B, slots] bool: the
-    chosen ones first, in order.
+    """Return positions [B, slots], and which of them are chosen, bool [B, slots].
 
-    ``chosen`` is [B, N] bool, at most ``slots`` per sequence. No position is returned
-    twice.
+    The chosen positions come first, in order. Other positions fill the rest; none is
+    returned twice. ``chosen`` is bool [B, N], True at most ``slots`` times per sequence.
     """
     positions = (
         chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
@@ -177,7 +182,7 @@ def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
 
 def first_of_orders(mask: TokenMask, orders: Tensor, count: int) -> Tensor:
     """Return the first ``count`` positions of each order [L, N] that hold tokens, as
-    [L, B, N] bool.
+    bool [L, B, N] in the order of the sequence.
     """
     in_order = mask.whole[:, orders].transpose(0, 1)
     is_first = in_order & (in_order.cumsum(2) <= count)
@@ -188,10 +193,10 @@ def first_of_orders(mask: TokenMask, orders: Tensor, count: int) -> Tensor:
 def held_positions(
     positions: Tensor, n: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return which positions of whole sequences this rank holds, of which each rank has
-    n, and their index among its own, both [..., B, m].
+    """Return which positions of whole sequences this rank holds, bool [..., B, m], and
+    their index among its n positions, int [..., B, m].
 
-    The index of a position of another rank is that of any token.
+    If another rank holds a position, its index is a valid index of any token.
     """
     rank = rank_in(group)
     index = (positions - rank * n).clamp(0, n - 1)
@@ -206,11 +211,11 @@ def tokens_at(z: Tensor, positions: Tensor) -> Tensor:
 
 
 def in_a_row(index: Tensor, n: int) -> Tensor:
-    """Return positions [..., B, m] in sequences of n tokens as positions [..., B·m] in
-    all sequences in a row.
+    """Return rows of z.flatten(0, 1), int [..., B·m], given positions [..., B, m] in the
+    sequences of z [B, n, F].
 
-    With these, rows of z.flatten(0, 1) are taken and added many times faster on a CPU
-    than rows of z along its second dimension.
+    On a CPU, indexing rows of z.flatten(0, 1) is many times faster than indexing z along
+    its second dimension.
     """
     sequence = torch.arange(index.shape[-2], device=index.device)[:, None]
     return (index + sequence * n).flatten(-2)

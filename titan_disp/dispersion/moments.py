@@ -9,11 +9,11 @@ tokens:
     ∂S/∂u_i = 2 Σ_{j≠i} r(c_ij) u_j ≈ 2 b_i (s − u_i) + 2 d_i (M u_i − q_i u_i)
 
 This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth
-enough to be approximated by a quadratic. Each token has its own, fitted to its cosines
-with some tokens of the sequence. While embeddings collapse, most pairs lie within a
-narrow cone, where the gradient nearly vanishes. It belongs mostly to the few tokens
-outside the cone, for which the slope of a common quadratic would be wrong by as much as
-the slope itself.
+enough to be approximated by quadratics. Each token has its own quadratic, fitted to the
+token's cosines with a sample of the sequence. One quadratic for all tokens would not be
+enough: when embeddings collapse, most pairs lie within a narrow cone, where the gradient
+nearly vanishes, and most of the gradient belongs to the few tokens outside the cone. For
+these, the slope of a common quadratic would have an error as large as the slope itself.
 """
 
 import math
@@ -38,18 +38,19 @@ GOLDEN = 2654435769  # 2**32 divided by the golden ratio
 GRAM_BLOCK = 256  # features
 # Added to the variance of a token's cosines, which is 0 for identical tokens
 RIDGE = 1e-6
-# of sin θ: a token that is parallel to all others has no gradient but still needs a fit
+# The smallest sin θ in a weight of the fit, and the smallest 1 − leverage. A token that
+# is parallel to all others has no gradient but still needs a fit.
 FLOOR = 1e-3
 
 
 def gram(u: Tensor) -> Tensor:
     """Return UᵀU [B, F, F] of u [B, n, F] in the accumulation dtype.
 
-    On a CPU, blocks below the diagonal are copies.
+    On a CPU, blocks below the diagonal are copied from those above it.
     """
     batch, _, f = u.shape
     if u.device.type != "cpu":
-        # No blocks on a GPU: even the whole product is too small to fill one.
+        # No blocks on a GPU: even the whole product is too small to fill the GPU.
         return product(u.transpose(1, 2), u)
     m = u.new_empty((batch, f, f), dtype=accumulation_dtype(u.dtype))
     for i in range(0, f, GRAM_BLOCK):
@@ -60,7 +61,7 @@ def gram(u: Tensor) -> Tensor:
 
 
 def over_group(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the sums of ``parts`` over the ranks, by one all-reduce."""
+    """Return the sum of each of ``parts`` over the ranks, with a single all-reduce."""
     if group is None:
         return parts
     flat = torch.cat([part.flatten(1) for part in parts], dim=1)
@@ -70,9 +71,9 @@ def over_group(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Ten
 
 
 class Quadratic(NamedTuple):
-    """w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij².
+    """The coefficients in w(c_ij) ≈ offset + slope c_ij + ½ curvature c_ij².
 
-    Each is [B, n, 1], one per token i, or [B, 1, 1], for all.
+    Each is [B, n, 1], one per token i, or [B, 1, 1], the same for all tokens.
     """
 
     offset: Tensor
@@ -95,11 +96,13 @@ def quadratic_sum_(
     counts: Count,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_i Σ_{j≠i} w(c_ij) over own tokens i and all tokens j, [B], and W = s
-    ∂S/∂u of the sum S over all i, in u's memory (``vectors``).
+    """Return this rank's part of S, and W [B, n, F] of its tokens in the memory of u.
 
-    u and the quadratic's offset are 0 where there is no token. ``counts`` are the
-    numbers of tokens of the whole sequences.
+    The part, Σ_i Σ_{j≠i} w(c_ij) [B], has this rank's tokens i and all tokens j. W is
+    scale · ∂S/∂u, where S is the sum over all i (``vectors``).
+
+    u and the quadratic's offset must be 0 at padding. ``counts`` are the numbers of
+    tokens of the whole sequences.
     """
     u = tokens.u
     x = u.to(operand_dtype(tokens.z))
@@ -133,8 +136,8 @@ def _combine_(
     partners: Count,
     scale: Tensor,
 ) -> Tensor:
-    """Replace u by the scale times 2 slope (s − u) + 2 curvature (M u − ‖u‖² u), and
-    return the sum over these tokens' pairs, [B].
+    """Return the sum over the pairs of these tokens, [B], and replace u by
+    scale · (2 slope (s − u) + 2 curvature (M u − ‖u‖² u)). ``um`` is M u.
     """
     offset, slope, curvature = quadratic
     squares = u.square().sum(-1, keepdim=True)
@@ -148,17 +151,19 @@ def _combine_(
 
 
 class Sample(NamedTuple):
-    """Some tokens of each sequence, the same on every rank of the group."""
+    """Sampled tokens of each sequence, the same on every rank of the group."""
 
     z: Tensor  # [B, m, F]
-    # [B or 1, m], their indices among this rank's tokens; −1 if another rank holds them
+    # [B or 1, m], their index among this rank's tokens; −1 if another rank holds them
     rows: Tensor
-    filled: Tensor  # [B or 1, m] bool, which entries hold tokens
+    filled: Tensor  # bool [B or 1, m], which entries hold tokens
 
 
 def block_size(counts: Count, length: int) -> Count:
-    """Return the largest power of two that divides ``counts`` tokens, of at most
-    ``length`` positions, into 64 or more blocks; 1 if there are fewer tokens.
+    """Return the size of a block, in tokens: the largest power of two that gives 64 or
+    more blocks of ``counts`` tokens; 1 if there are fewer tokens.
+
+    ``length`` is the highest possible count.
     """
     size: Count = 1
     least = 2 * FIT_TOKENS
@@ -169,12 +174,12 @@ def block_size(counts: Count, length: int) -> Count:
 
 
 def offset_in_block(block: Tensor, size: Count) -> Tensor:
-    """Return which token of each block of ``size`` is sampled: the fraction of block ·
-    golden ratio, times the size.
+    """Return the offset of the sampled token in each block of ``size`` tokens.
 
-    Tokens at a regular distance could all be of one kind, in a list or a table; these
-    fractions spread evenly. Of the first block it is the first token, which is often
-    unlike all others in a language model.
+    It is the fractional part of (block · golden ratio), times the size. These offsets
+    spread evenly, while tokens at a regular distance could all be alike, as in a table.
+    The offset in the first block is 0: in a language model, the first token is often
+    unlike all others.
     """
     return ((block * GOLDEN) % 2**32) * size >> 32
 
@@ -182,8 +187,9 @@ def offset_in_block(block: Tensor, size: Count) -> Tensor:
 def sample(
     z: Tensor, length: int, mask: TokenMask | None, group: dist.ProcessGroup | None
 ) -> Sample:
-    """Return one token of each block of whole sequences of ``length`` positions, of
-    which z is a shard. Each sequence has 64 to 128 blocks, or one per token if it is
+    """Return one token of each block of the whole sequences, of which z is a shard.
+
+    Each sequence of ``length`` positions has 64 to 128 blocks, or one per token if it is
     shorter. Padding is not counted.
     """
     counts: Count = length
@@ -210,12 +216,12 @@ def sample(
 
 
 class _Rows(NamedTuple):
-    """Tokens i of this rank, to each of which a quadratic is fitted."""
+    """This rank's tokens i. A quadratic is fitted to each."""
 
     squares: Tensor  # ‖u_i‖² [B, n, 1]
     scale: Tensor  # 1/(‖z_i‖ + ε) [B, n, 1]
-    local_index: Tensor  # among this rank's tokens, [1, n, 1] int
-    valid: Tensor  # which are tokens, [B or 1, n, 1] bool
+    local_index: Tensor  # among this rank's tokens, int [1, n, 1]
+    valid: Tensor  # True at tokens, False at padding, bool [B or 1, n, 1]
 
     def part(self, rows: slice) -> "_Rows":
         return _Rows(*(of_rows[:, rows] for of_rows in self))
@@ -225,20 +231,20 @@ class _Columns(NamedTuple):
     """The sampled tokens j, with which each of the rows is compared."""
 
     squares: Tensor  # ‖u_j‖² [B, 1, m]
-    # among this rank's tokens, [B or 1, 1, m] int; −1 if another rank holds the token
+    # among this rank's tokens, int [B or 1, 1, m]; −1 if another rank holds the token
     local_index: Tensor
-    filled: Tensor  # which hold tokens, [B or 1, 1, m] bool
+    filled: Tensor  # which entries hold tokens, bool [B or 1, 1, m]
 
 
 def fit(
     tokens: UnitTokens, sampled: Sample, vectors: Tensor, pair: PairFunction
 ) -> tuple[Quadratic, Tensor]:
-    """Return a quadratic fitted to w and r for each token, over its cosines with the
-    sampled tokens, whose unit vectors are ``vectors`` [B, m, F].
+    """Return a quadratic for each of this rank's tokens, and Σ e² and Σ r² [B, 2].
 
-    Return also Σ e² and Σ r², [B, 2], over the pairs of this rank's tokens with the
-    sampled ones. e is the error for this pair of the slope fitted without it; each pair
-    is weighted by the length of its contribution to the gradient.
+    A quadratic is fitted to w and r of the token's cosines with the sampled tokens,
+    whose unit vectors are ``vectors`` [B, m, F]. The sums are over all these pairs. e is
+    the error of the slope for a pair that is left out of the fit. Each pair is weighted
+    by the length of its contribution to the gradient.
     """
     u = tokens.u
     x = u.to(operand_dtype(tokens.z))
@@ -274,15 +280,15 @@ def fit(
 def _fit(
     c: Tensor, rows: _Rows, columns: _Columns, pair: PairFunction
 ) -> tuple[Tensor, Tensor]:
-    """Return offset, slope and curvature [B, n, 3] for the cosines c [B, n, m], and the
-    sums [B, 2] of ``fit``.
+    """Return offset, slope and curvature [B, n, 3] for cosines c [B, n, m], and the sums
+    [B, 2] that ``fit`` returns.
     """
     w, r = pair(c.clone())
     is_other = columns.local_index != rows.local_index
     pairs = is_other & rows.valid & columns.filled
     square = c.square()
-    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Times r_ij, this is the length of
-    # what token j adds to the gradient of token i.
+    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Multiplied by r_ij, this is the
+    # length of token j's contribution to the gradient of token i.
     weight = (
         (rows.squares * columns.squares - square)
         .clamp_min_(0.0)
@@ -299,8 +305,8 @@ def _fit(
     variance = mean(centred.square(), share) + RIDGE
     curvature = mean(r, centred * share) / variance
     slope = mean(r - curvature * c, share)
-    # The error for a pair of the fit without this pair (leave-one-out): a pair that
-    # alone decides the fit shows none itself.
+    # The leave-one-out error: the error for a pair of the fit without this pair. With
+    # the pair in the fit, a pair that alone determines the fit would have no error.
     leverage = share * (1 + centred.square() / variance)
     error = (r - slope - curvature * c) / (1 - leverage).clamp_min(FLOOR)
     equal = pairs.to(c.dtype) / pairs.sum(-1, keepdim=True).clamp_min(1)

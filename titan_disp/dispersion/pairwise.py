@@ -1,5 +1,5 @@
-"""The exact estimator: sums over all pairs of tokens of a sequence, in one pass and
-with O(N·F) memory.
+"""The exact estimator sums over all pairs of tokens of a sequence, in one pass and with
+O(N·F) memory.
 
 Most variants sum a function w of the cosine c over all pairs of tokens (arXiv
 2602.00217, Table 1)::
@@ -10,8 +10,9 @@ Most variants sum a function w of the cosine c over all pairs of tokens (arXiv
 ``variants`` defines w and r. Both S and the gradient need each cosine once, so the
 matrix of cosines is computed tile by tile and never stored.
 
-Products are formed of x instead of u, because x is exact in its own dtype (see
-``vectors``). The cosine is then the product times s_i s_j, and the function returns W::
+Matrix products are computed from x instead of u, because x is exact in its own dtype
+(see ``vectors``). A cosine is the product x_i·x_j times s_i s_j. The estimator returns
+W, from which ``vectors`` computes the gradient of the tokens::
 
     q_ij = 2 s_i r_ij s_j       W_i = Σ_{j≠i} q_ij x_j = s_i ∂S/∂u_i
 
@@ -43,7 +44,7 @@ from titan_disp.dispersion.masks import Marks, TokenMask, apart, marked_shards
 from titan_disp.dispersion.triton_pairs import PairFunction
 from titan_disp.dispersion.vectors import Units
 
-# marks of the rows [B, m, 1] and of the columns [B, 1, n] of a tile
+# The marks of a tile's rows [B, m, 1] and of its columns [B, 1, n]
 TileMarks = tuple[Tensor, Tensor]
 
 # On 2 cores, 768 is 3 % slower than 1024 but saves 20 MiB of peak memory at N = 4096, F
@@ -51,19 +52,19 @@ TileMarks = tuple[Tensor, Tensor]
 # tiles on 132 cores).
 CPU_TILE = 768
 GPU_TILE = 2048
-# elements of one tile over the whole batch: 64 MiB in fp32, independent of N
+# The largest number of elements of a tile, over the whole batch: 64 MiB in fp32
 TILE_ELEMENTS = 1 << 24
 
 
 def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
-    """Return the number of tokens of a block, so that a tile of ``batch`` sequences has
-    at most TILE_ELEMENTS elements (a block has at least 16 tokens in any case).
+    """Return the number of tokens per block.
 
-    A block has all tokens if they fit; otherwise on a CPU, it has the largest size
-    allowed. A GPU kernel is compiled for each shape of tile, so that blocks should be
-    equal there: the size is the largest multiple of 128 that divides ``tokens``, or
-    else the largest such multiple of 16, if it is more than half of the largest size.
-    If there is none, the last block may be much smaller than the others.
+    A tile of ``batch`` sequences has at most TILE_ELEMENTS elements, but a block has at
+    least 16 tokens. If all tokens fit, they are one block. Otherwise, a block on a CPU
+    has the largest size. On a GPU, a kernel is compiled for each shape of tile, so
+    blocks should be equal: the size is the largest multiple of 128 that divides
+    ``tokens``, or else the largest multiple of 16 that does, if this is more than half
+    of the largest size. Otherwise, the last block may be much smaller than the others.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -77,17 +78,16 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     return part_size(tokens, largest // multiple * multiple, multiple)
 
 
-# weak, since a variant may make a new pair function for each call
+# Weak references, because a variant may create a new pair function for each call.
 _epilogues: WeakKeyDictionary[PairFunction, Callable[..., tuple[Tensor, Tensor]]] = (
     WeakKeyDictionary()
 )
 
 
 def epilogue_of(pair: PairFunction) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return ``_epilogue`` with compiled code of its own for a pair function.
+    """Return a copy of ``_epilogue`` that is compiled for this pair function.
 
-    Dynamo limits recompilations per code object. With a copy of the code, each pair
-    function has its own limit.
+    Dynamo limits recompilations per code object, so each pair function needs its own.
     """
     if pair not in _epilogues:
         code = _epilogue.__code__.replace(co_name=f"epilogue_{id(pair)}")
@@ -107,13 +107,13 @@ def _epilogue(
     marks: TileMarks | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ w [B] and q [B, m, n] of a tile of products."""
-    # a new tensor: in place, the kernel would write the products, too
+    """Return Σ w [B] and q [B, m, n] of a tile, given its products x_i·x_j [B, m, n]."""
+    # A new tensor: otherwise the compiled kernel would also write the products.
     cosines = (products * s_rows).mul_(s_cols)
     w, r = pair(cosines)
-    # Eager code puts q and w into the memory of tiles that are not needed any
-    # more. (Compiled code stores no temporaries.) w and r themselves are not
-    # overwritten: a pair function may return one tensor as both, or keep it.
+    # Eager code writes q and w into tiles that are no longer needed. (Compiled code
+    # stores no temporaries.) The memory of w and r is not reused: a pair function may
+    # return the same tensor as both, or store it.
     eager = not torch.compiler.is_compiling()
     memory_q = products if eager else None
     memory_w = cosines if eager else None
@@ -127,8 +127,8 @@ def _epilogue(
     if marks is not None:
         no_pair = apart(*marks)
         w = torch.where(no_pair, zero, w, out=memory_w)
-        # Without segments, only pairs with padding are left out. x is 0 there, so
-        # that q does not matter.
+        # Without segments, only pairs with padding are left out. At padding, x is 0,
+        # so q has no effect.
         has_segments = marks[0].dtype != torch.bool
         if has_segments:
             q.masked_fill_(no_pair, 0.0)
@@ -149,8 +149,7 @@ class Shard:
 
     Args:
         marks: which tokens form pairs; None if all do.
-        pair: the function of their cosines, if the kernel of ``triton_pairs`` may
-            compute it.
+        pair: the pair function, if the kernel of ``triton_pairs`` may be used.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Shard:
         has_ranges = marks is not None and marks.ranges is not None
         if self.in_triton and not has_ranges:
             size = triton_pairs.rows_at_once(tokens, batch)
-        else:  # small enough that many blocks have no segment in common
+        else:  # With small blocks, many tiles have no segment in common.
             size = tile_size(tokens, batch, self.x.device.type)
         self.blocks = [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
         self.segments = {
@@ -176,9 +175,9 @@ class Shard:
 
     @property
     def wide(self) -> bool:
-        """Whether one product adds neighbouring tiles to W.
+        """Whether one matrix product adds several adjacent tiles to W.
 
-        On a CPU each tile is added while it is in the core's cache.
+        On a CPU, each tile is added by itself, while it is in the core's cache.
         """
         return self.x.device.type != "cpu"
 
@@ -193,11 +192,12 @@ class Shard:
         )
 
     def spans(self, rows: Block, first: int = 0) -> Iterator[list[slice]]:
-        """Yield lists of neighbouring blocks of this shard, the columns of one product
-        each: a single block, or as many as possible if ``wide``.
+        """Yield lists of adjacent blocks of this shard. Each list is a span: the columns
+        of one matrix product with ``rows``.
 
-        They begin with block number ``first``. Blocks that have no segment in common
-        with ``rows``, which may be another shard's, are left out.
+        A span has a single block, or as many as possible if ``wide``. The first span
+        begins with block number ``first``. Blocks that have no segment in common with
+        ``rows`` are left out. ``rows`` may belong to another shard.
         """
         for may_pair, blocks in groupby(
             self.blocks[first:], key=lambda cols: self._may_pair(rows, cols)
@@ -208,8 +208,8 @@ class Shard:
                 yield from ([block] for block in blocks)
 
     def _may_pair(self, rows: Block, cols: slice) -> bool:
-        """Return False if the rows and this shard's columns are known to have no
-        segment in common, as where one has only padding.
+        """Return whether the rows and these columns of this shard may have a segment in
+        common. They have none if either is only padding.
         """
         of_rows = rows.shard.segments[rows.where.start]
         of_cols = self.segments[cols.start]
@@ -223,8 +223,8 @@ class Shard:
 def tile_pairs(
     rows: Block, cols: Block, pair: PairFunction, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ w [B] and q [B, m, n] of one tile. q is written into ``out``, if
-    given.
+    """Return Σ w [B] and q [B, m, n] of one tile. If ``out`` is not None, q is written
+    there.
     """
     marks = None
     if rows.marks is not None and cols.marks is not None:
@@ -246,15 +246,15 @@ def tile_pairs(
 def span_pairs(
     rows: Block, cols: Block, span: list[slice], pair: PairFunction
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ w [B] and q [B, m, n] of ``rows`` with ``cols``, which are the blocks
-    ``span`` of a shard.
+    """Return Σ w [B] and q [B, m, n] of the pairs of ``rows`` with ``cols``, which are
+    the blocks of ``span`` in a row.
 
-    If rows and columns are of one shard, Σ w counts all tiles off its diagonal twice,
-    because their transposes are not computed.
+    If rows and columns belong to the same shard, Σ w counts tiles off the diagonal
+    twice, because their transposes are not computed.
     """
     if rows.shard.in_triton:
-        # A span of the rows' shard begins with the rows' block, or after it. If with
-        # it, the kernel counts twice what is off the diagonal.
+        # In the rows' shard, a span begins with the block of the rows or after it. In
+        # the first case, the kernel itself counts pairs off the diagonal twice.
         mirrored = rows.shard is cols.shard and rows.where.start == cols.where.start
         sums, q = triton_pairs.span_sums(rows, cols, pair, mirrored=mirrored)
         if not mirrored:
@@ -263,20 +263,20 @@ def span_pairs(
     if len(span) == 1:
         sums, q = tile_pairs(rows, cols, pair)
         return _multiplicity(rows, cols) * sums, q
-    # As wide as all columns of the shard: kernels are compiled for strides, which are
-    # then the same for every span.
-    whole = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
+    # As wide as the whole shard, so that the strides are the same for every span:
+    # kernels are compiled for strides.
+    q = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
     s = rows.scale.new_zeros(len(rows.x))
     for where in span:
         tile_cols = cols.shard.block(where)
-        sums, _ = tile_pairs(rows, tile_cols, pair, out=whole[..., where])
+        sums, _ = tile_pairs(rows, tile_cols, pair, out=q[..., where])
         s += _multiplicity(rows, tile_cols) * sums
-    return s, whole[..., cols.where]
+    return s, q[..., cols.where]
 
 
 def _multiplicity(rows: Block, cols: Block) -> int:
-    """Return 2 for a tile off the diagonal of one shard, which also stands for its
-    transpose, and else 1.
+    """Return how often a tile counts in S: 2 if it is off the diagonal of one shard,
+    because it also stands for its transpose, otherwise 1.
     """
     return 2 if rows.shard is cols.shard and rows.where != cols.where else 1
 
@@ -290,11 +290,11 @@ def pair_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of S, [B], and W of its tokens, [B, n, F].
 
-    Its part has all pairs of one of its own tokens i with any token j ≠ i.
+    The part has all pairs of this rank's tokens i with all tokens j ≠ i.
 
     Args:
-        units: of this rank's tokens z. They are 0 where the mask has no token.
-        to_units: the function that turned z into ``units``.
+        units: the unit vectors of this rank's tokens z, which are 0 at padding.
+        to_units: the function that returned ``units`` for z.
         gathering: the all-gather of z, if the sequence is sharded.
     """
     marks = None if mask is None else mask.marks(mask.rank)
@@ -307,15 +307,15 @@ def pair_sums(
 
 
 def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
-    """Return S [B] and W [B, N, F] over all i ≠ j of a shard.
+    """Return S [B] and W [B, n, F] over all pairs i ≠ j of a shard.
 
-    Only the tiles on and above the diagonal are computed. One above it also stands for
-    its transpose below it.
+    Only the tiles on and above the diagonal are computed. A tile above the diagonal also
+    stands for its transpose.
     """
     s = shard.scale.new_zeros(len(shard.x))
-    # If no tile is left out, W need not begin at 0: the first row of tiles writes each
-    # part of it for the first time. Its first span writes W of the top rows, and each
-    # span W of the lower rows that are its columns.
+    # If no tile is left out, W need not be initialized: the first row of tiles writes
+    # all of it. The first span writes W of the top rows, and each span writes W of the
+    # tokens in its columns.
     all_written = shard.marks is None or shard.marks.ranges is None
     new = torch.empty_like if all_written else torch.zeros_like
     w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))
@@ -328,7 +328,7 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
             sums, q = span_pairs(rows, cols, span, pair)
             s += sums
             add_product_(w[:, i], q, cols.x, overwrite=all_written and begin == 0)
-            # the columns that are not among the rows
+            # The transposes of the tiles above the diagonal
             below = max(begin, i.stop)
             if below < end:
                 transposed = q[..., below - begin :].transpose(1, 2)
@@ -342,8 +342,8 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
 
 
 def add_pairs_with(shard: Shard, other: Shard, w: Tensor, pair: PairFunction) -> Tensor:
-    """Add what the pairs of this shard's tokens with the other's contribute to W, to
-    ``w`` [B, n, F]; return their S, [B].
+    """Return S [B] over the pairs of this shard's tokens with the other shard's tokens,
+    and add their contribution to W to ``w`` [B, n, F].
     """
     s = w.new_zeros(len(w))
     for i in shard.blocks:

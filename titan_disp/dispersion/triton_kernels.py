@@ -1,11 +1,11 @@
 """The functions that Triton compiles for ``triton_pairs``.
 
-This module imports Triton, so it is imported only where the kernel is to be used. Triton
-reads the source of a function decorated with ``triton.jit``, in which Python's operators
-apply to tiles. ``constexpr`` arguments are known to the compiler.
+This module imports Triton, so it is imported only when the kernel is used. Triton
+compiles the source of functions decorated with ``triton.jit``, in which Python's
+operators apply to tiles. ``constexpr`` arguments are known to the compiler.
 
-Those named ``…_tile`` return w and r of a tile of cosines in float32, as the pair
-functions of ``variants`` that name them.
+Functions named ``…_tile`` are the second form of pair functions in ``variants``: they
+return w and r of a tile of cosines in float32.
 """
 
 import triton
@@ -32,17 +32,17 @@ ARCCOS = tl.constexpr(
 
 @triton.jit
 def angle_and_slope(c, bound):
-    """Return arccos c̃, with an error below 4e-7, and 1/√(1 − c̃²) of a tile of cosines,
-    where c̃ is c within ±bound.
+    """Return arccos c̃, with an error below 4e-7, and 1/√(1 − c̃²), for a tile of cosines
+    c. c̃ is c clamped to ±bound.
 
-    arccos |c̃| is √(1 − |c̃|) times a polynomial, within 2e-8; the rest is rounding.
-    Triton's interpreter has no arccos.
+    arccos |c̃| is approximated by √(1 − |c̃|) times a polynomial, with an error of 2e-8;
+    the remaining error is rounding. Triton's interpreter has no arccos.
     """
-    # NaN stays NaN, and so shows a fault of a token.
+    # NaN stays NaN, so that a faulty token is noticed.
     c = tl.clamp(c, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
     a = tl.abs(c)
     polynomial = 0.0
-    for k in tl.static_range(8):  # the interpreter knows no len(ARCCOS)
+    for k in tl.static_range(8):  # the interpreter does not support len(ARCCOS)
         polynomial = polynomial * a + ARCCOS[k]
     angle = tl.sqrt(1.0 - a) * polynomial
     slope = tl.rsqrt((1.0 - a) * (1.0 + a))
@@ -71,14 +71,16 @@ def uniformity_tile(c, slope):
 
 @triton.jit
 def values_at(values, sequence, offset):
-    """Return pointers to ``triton_pairs.Values`` of a sequence, given their offsets."""
+    """Return pointers to values of a sequence, given ``triton_pairs.Values`` and offsets
+    from the beginning of the sequence.
+    """
     return values.first + sequence * values.stride + offset
 
 
 @triton.jit
 def tile_products(x_rows, x_cols, FEATURES, TILE, STEP):
-    """Return x_i·x_j of a tile in float32, given pointers to the first features of its
-    rows [TILE, 1] and of its columns [1, TILE].
+    """Return the products x_i·x_j of a tile, float32 [TILE, TILE], given pointers to the
+    first feature of each row [TILE, 1] and of each column [1, TILE].
     """
     products = tl.zeros((TILE, TILE), tl.float32)
     feature = tl.arange(0, STEP)
@@ -99,8 +101,9 @@ def tile_products(x_rows, x_cols, FEATURES, TILE, STEP):
 
 @triton.jit
 def form_pairs(row_marks, col_marks):
-    """Return which tokens form pairs, given bool marks of a mask or numbers of segments:
-    the contrary of ``masks.apart``.
+    """Return which tokens form pairs, given their marks: bool, or indices of segments.
+
+    This is the negation of ``masks.apart``.
     """
     if row_marks.dtype == tl.int1:
         return row_marks & col_marks
@@ -121,10 +124,10 @@ def span_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Write what ``triton_pairs.span_sums`` returns: q, and Σ w of each tile.
+    """Write q of a span, and Σ w of each of its tiles, for ``triton_pairs.span_sums``.
 
-    ``rows`` and ``cols`` are a ``triton_pairs.Side`` each. Each program computes the
-    tile in row i and column j of tiles of one sequence.
+    ``rows`` and ``cols`` are of type ``triton_pairs.Side``. Each program computes one
+    tile of one sequence, the tile in row i and column j.
     """
     program = tl.program_id(0)
     tiles_across = tl.cdiv(cols.tokens, TILE)
@@ -138,8 +141,8 @@ def span_kernel(
     row = i * TILE + tl.arange(0, TILE)[:, None]
     col = j * TILE + tl.arange(0, TILE)[None]
     is_inside = (row < rows.tokens) & (col < cols.tokens)
-    # Beyond the end, any token is read, and left out by ``is_inside``. Offsets in
-    # memory may exceed 32 bits; positions of tokens do not.
+    # Rows and columns beyond the end read other tokens, which ``is_inside`` leaves out.
+    # Offsets in memory may exceed 32 bits; positions of tokens do not.
     sequence = (program // tiles).to(tl.int64)
     row_token = (row % rows.tokens).to(tl.int64)
     col_token = (col % cols.tokens).to(tl.int64)
@@ -163,15 +166,16 @@ def span_kernel(
     in_square = col < rows.tokens  # if mirrored, these columns are the rows
     if MIRRORED:
         is_pair &= row != col
-        # Only the square's tiles on its diagonal hold (i, j) as well as (j, i).
+        # Of the tiles in the square, only those on the diagonal have both (i, j) and
+        # (j, i). Pairs in all other tiles count twice.
         w *= tl.where((i == j) & in_square, 1.0, 2.0)
 
     tile = tl.where(is_pair, r * (2.0 * s_rows) * s_cols, 0.0)
     first = sequence * rows.tokens
     tl.store(q + (first + row) * q_width + col, tile, mask=is_inside)
-    # after q, so that r is in registers for a shorter time
+    # After q, so that r occupies registers for a shorter time
     tl.store(sums + program, tl.sum(tl.where(is_pair, w, 0.0)))
     if MIRRORED & (i < j) & (j * TILE < rows.tokens):
-        # its transpose, below the diagonal
+        # the transposed tile, below the diagonal
         in_both = is_inside & in_square
         tl.store(q + (first + col) * q_width + row, tile, mask=in_both)

@@ -1,11 +1,12 @@
 """A Triton kernel that computes S and q of pairs of tokens in one pass.
 
-Without it, a library writes the products of a tile, and a compiled epilogue reads them
-to compute w and q (``pairwise``). On a GPU, these reads and writes take longer than the
-products. The kernel keeps products, w and r in registers, and writes q only.
+Without this kernel, a library function writes the matrix products of a tile, and a
+compiled epilogue reads them to compute w and q (``pairwise``). On a GPU, these reads and
+writes take longer than the products themselves. The kernel keeps products, w and r in
+registers, and writes only q.
 
-A pair function has a second form for the kernel, which ``in_triton`` declares. Pair
-functions without one, and devices without Triton, use the epilogue.
+``in_triton`` declares a second form of a pair function, which the kernel calls. The
+epilogue is used for pair functions without this form, and on devices without Triton.
 """
 
 import functools
@@ -25,24 +26,24 @@ from titan_disp.dispersion.kernels import part_size, record
 from titan_disp.dispersion.masks import apart
 from titan_disp.dispersion.vectors import norms
 
-# cosines [B, m, n], which it may overwrite → w and r = dw/dc
+# Takes cosines [B, m, n], which it may overwrite. Returns w and r = dw/dc.
 PairFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 KERNELS = "titan_disp.dispersion.triton_kernels"
-# "0": the kernel is never used. "1": it is also used in float32, and on a CPU under
-# TRITON_INTERPRET=1. Otherwise it is used for bf16 tokens on a GPU. (In float32, its
-# products use no tensor cores, and the library's are faster.)
+# By default, the kernel is used for bf16 tokens on a GPU. "0": it is never used. "1": it
+# is also used in float32, and on a CPU with TRITON_INTERPRET=1. (In float32, it cannot
+# use tensor cores, and the library function is faster.)
 CHOICE = os.environ.get("TITAN_DISP_TRITON", "")
 
-# Arguments of the kernel: one program computes a tile of TILE rows and as many columns,
-# and multiplies STEP features at a time. ``maxnreg`` is registers per thread.
+# Arguments of the kernel. A program computes a tile of TILE rows and TILE columns, and
+# multiplies STEP features at a time. ``maxnreg`` is the number of registers per thread.
 #
-# bf16 on an H100: three stages of two 128×64 operands are 96 KiB of an SM's 227 KiB of
-# shared memory, and 256 threads of 128 registers are half of its registers. So two
-# programs run on an SM: the tensor cores work for one while the other computes w and r.
-# (With 128 registers, a few values are spilled after the products; none is in the loop
-# over features.) Smaller tiles would read the tokens from the L2 cache more often than
-# it can deliver them.
+# bf16 on an H100: three stages of two 128×64 operands take 96 KiB of an SM's 227 KiB of
+# shared memory, and 256 threads of 128 registers take half of the SM's registers. So two
+# programs run on an SM, and the tensor cores work for one while the other computes w and
+# r. (With 128 registers, a few values are spilled after the products, but none in the
+# loop over features.) Smaller tiles would exceed the bandwidth of the L2 cache, because
+# they read the tokens more often.
 TILE_SHAPES = {
     torch.bfloat16: {
         "TILE": 128,
@@ -59,35 +60,35 @@ TILE_SHAPES = {
         "maxnreg": 128,
     },
 }
-# of q: 128 MiB in bf16
+# The largest number of elements of q: 128 MiB in bf16
 Q_ELEMENTS = 1 << 26
-# of S and q, relative, with which the kernel is used: q is rounded to bf16, by 2⁻⁹ or,
-# under the interpreter, 2⁻⁸
+# The largest relative error of S and q on an example with which the kernel is used. q is
+# rounded to bf16, with an error of 2⁻⁹, or 2⁻⁸ in the interpreter.
 LARGEST_ERROR = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
 class TileFunction:
-    """What Triton compiles into the kernel in place of a pair function."""
+    """The Triton form of a pair function, which is compiled into the kernel."""
 
-    name: str  # of a function in ``triton_kernels``, or "package.module:function"
-    options: tuple[float, ...]
+    name: str  # a function in ``triton_kernels``, or "package.module:function"
+    options: tuple[float, ...]  # its arguments after the cosines
 
     def load(self) -> Any:
-        """Return the function. Its module imports Triton."""
+        """Return the function. This imports Triton."""
         module, _, function = self.name.rpartition(":")
         return getattr(importlib.import_module(module or KERNELS), function)
 
 
-# weak, since a variant may make a new pair function for each call
+# Weak references, because a variant may create a new pair function for each call.
 _tile_functions: WeakKeyDictionary[PairFunction, TileFunction] = WeakKeyDictionary()
 
 
 def in_triton(name: str, *options: float) -> Callable[[PairFunction], PairFunction]:
-    """Declare the Triton function that takes the place of the decorated pair function.
+    """Return a decorator that declares the Triton form of a pair function.
 
-    Given (c, *options), it returns what the pair function returns of c. ``name`` is
-    that of ``TileFunction``.
+    The Triton function ``name`` (as in ``TileFunction``) is called with (c, *options),
+    and must return the same as the decorated function with c.
     """
 
     def declare(pair: PairFunction) -> PairFunction:
@@ -99,7 +100,7 @@ def in_triton(name: str, *options: float) -> Callable[[PairFunction], PairFuncti
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a shard: the rows or the columns of a span."""
+    """Some tokens of a shard: the rows or the columns of a span."""
 
     x: Tensor  # [B, m, F], in the dtype of products
     scale: Tensor  # [B, m, 1]
@@ -107,19 +108,19 @@ class Tokens:
 
 
 def rows_at_once(tokens: int, batch: int) -> int:
-    """Return how many rows a span of a shard should have, a multiple of 128.
+    """Return the number of rows per span, a multiple of 128.
 
-    This covers all tokens if their q, with as many columns, has at most Q_ELEMENTS
-    elements. Otherwise, spans are of about equal size.
+    A single span has all tokens of the shard if its q has at most Q_ELEMENTS elements.
+    Otherwise, the spans have about the same number of rows.
     """
     most = max(128, Q_ELEMENTS // max(1, batch * tokens))
     return part_size(tokens, most, multiple=128)
 
 
 def takes(x: Tensor, pair: PairFunction) -> bool:
-    """Return whether the kernel is to compute the pairs of tokens x.
+    """Return whether the kernel should compute the pairs of tokens x.
 
-    The first time, the host waits for the kernel's result on a small example.
+    On the first call, the host waits for the kernel's result on a small example.
     """
     if pair not in _tile_functions or x.dtype not in TILE_SHAPES:
         return False
@@ -136,7 +137,7 @@ def takes(x: Tensor, pair: PairFunction) -> bool:
 
 @functools.lru_cache
 def _is_usable(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel may be used on the device; warn if it fails there."""
+    """Return whether the kernel works on this device; warn if it does not."""
     name = _tile_functions[pair].name
     if CHOICE == "0":
         record(name, "not used: TITAN_DISP_TRITON is 0")
@@ -155,7 +156,7 @@ def _is_usable(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _fault(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return how the kernel fails on an example, or None if it agrees with float64."""
+    """Return how the kernel fails on an example; None if its result is right."""
     try:
         error = _error_of_example(pair, device, dtype)
     except torch.OutOfMemoryError:
@@ -172,8 +173,8 @@ def _fault(pair: PairFunction, device: torch.device, dtype: torch.dtype) -> str 
 def _error_of_example(
     pair: PairFunction, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return the largest relative error of Σ w and of q, beside float64, in three
-    spans: a mirrored one, one with a mask, and one with segments.
+    """Return the largest relative error of Σ w and of q, compared with float64, over
+    three spans: mirrored, with a mask, and with segments.
     """
     shape = TILE_SHAPES[dtype]
     count = 2 * shape["TILE"] + 1
@@ -191,7 +192,7 @@ def _error_of_example(
         if marks is None:
             no_pair = torch.eye(count, device=device, dtype=torch.bool)
         else:
-            # the tokens of the other sequence, so that none pairs with itself
+            # The tokens of the other sequence, so that no token meets itself
             cols = Tokens(x.flip(0), scale.flip(0), marks)
             no_pair = apart(marks, marks.mT)
         w, r = pair((scale * x.double()) @ (cols.scale * cols.x.double()).mT)
@@ -211,23 +212,24 @@ def span_sums(
     Tokens of a sequence that are not adjacent in memory are copied.
 
     Args:
-        mirrored: the first columns are the rows. Of the square that these form, only
-            the tiles on and above the diagonal are computed, and q is symmetric. A
-            token and itself are no pair. Σ w has both (i, j) and (j, i) of every pair:
-            those of columns beyond the square count twice.
+        mirrored: whether the first columns are the rows, and form a square with them. In
+            the square, only the tiles on and above the diagonal are computed, and are
+            mirrored in q; a token and itself are not a pair. Σ w has both (i, j) and
+            (j, i) of every pair, so pairs with columns beyond the square count twice.
     """
-    # imports Triton
+    # This imports Triton.
     from titan_disp.dispersion.triton_kernels import span_kernel
 
     batch, row_count, features = rows.x.shape
     col_count = cols.x.shape[1]
     shape = TILE_SHAPES[rows.x.dtype]
-    # In bf16, rows of q begin at multiples of 128 bytes: writes and products are faster.
+    # Rows of q begin at multiples of 64 elements (128 bytes in bf16), which makes writes
+    # and products faster.
     width = math.ceil(col_count / 64) * 64
     q = rows.x.new_empty(batch, row_count, width)
     tiles_down = math.ceil(row_count / shape["TILE"])
     tiles_across = math.ceil(col_count / shape["TILE"])
-    # A sum for each tile, not atomic additions, whose order and rounding would vary.
+    # One sum per tile instead of atomic additions, whose order and rounding would vary.
     sums = rows.scale.new_empty(batch, tiles_down * tiles_across)
     tile_function = _tile_functions[pair]
     with torch.cuda.device_of(rows.x):
@@ -247,17 +249,17 @@ def span_sums(
 
 
 class Values(NamedTuple):
-    """Features, scales or marks, as the kernel takes them.
+    """Features, scales or marks of all tokens, as arguments of the kernel.
 
     The values of a sequence are adjacent in memory.
     """
 
     first: Tensor  # in the kernel, a pointer to the first value
-    stride: int  # values from the beginning of a sequence to that of the next
+    stride: int  # number of values between the beginnings of two sequences
 
 
 class Side(NamedTuple):
-    """``Tokens`` as the kernel takes them."""
+    """``Tokens`` as arguments of the kernel."""
 
     x: Values
     scale: Values
@@ -277,7 +279,7 @@ def _side(tokens: Tokens) -> Side:
 def _values(tensor: Tensor) -> Values:
     """Return the values of a tensor [B, m, k].
 
-    It is copied if the values of a sequence are not adjacent.
+    The tensor is copied if the values of a sequence are not adjacent in memory.
     """
     if tensor.stride()[1:] != (tensor.shape[2], 1):
         tensor = tensor.contiguous()

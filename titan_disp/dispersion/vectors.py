@@ -1,10 +1,9 @@
-"""This module turns tokens into unit vectors, and gradients of unit vectors back into
-gradients of tokens.
+"""Unit vectors of tokens, and the gradient of the tokens given that of the unit vectors.
 
-Unit vectors are u = s x, for tokens z [B, n, F] with scales s [B, n, 1]. A function S of
-them has the gradient W = s ∂S/∂u. The last pass over W turns it into ∂S/∂z, scales it,
-adds the gradient that z gets from elsewhere, and casts the sum, so that the gradient is
-not read and written for each of these (``Gradient``).
+Unit vectors are u = s x, with x and scales s computed from tokens z [B, n, F]. For a
+function S of u, W = s ∂S/∂u is computed first. A single pass over W then computes ∂S/∂z,
+scales it, adds the gradient from the rest of the model, and casts the sum
+(``Gradient``). Separate passes would read and write the gradient several times.
 """
 
 from dataclasses import dataclass
@@ -15,18 +14,15 @@ from torch import Tensor
 
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
-# Of losses without an ε: it changes no digit. 1/ε², by which zero tokens are
-# multiplied, is finite in float32.
+# The ε of losses that have none: so small that it changes no digit. The gradient of zero
+# tokens is multiplied by 1/ε², which is finite in float32.
 UNIT_EPS = 1e-15
 ALL_ROWS = slice(None)
 BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
 
 
 class Units(Protocol):
-    """The unit vectors of some tokens z [B, n, F].
-
-    ``pairwise`` forms products of x.
-    """
+    """The unit vectors u = s x of tokens z [B, n, F]."""
 
     x: Tensor  # [B, n, F], in the dtype of z or of products of z
     scale: Tensor  # s [B, n, 1], in the accumulation dtype
@@ -35,19 +31,21 @@ class Units(Protocol):
         """Return u [B, n, F] in the accumulation dtype, in new memory."""
 
     def gradient(self, w: Tensor) -> "Gradient":
-        """Return ∂S/∂z, given W [B, n, F] in the accumulation dtype, whose memory it
-        may overwrite.
+        """Return ∂S/∂z, given W [B, n, F] in the accumulation dtype.
+
+        W may be overwritten.
         """
 
 
 @dataclass
 class Gradient:
-    """∂S/∂z of some sequences, up to the last pass over it.
+    """The gradient ∂S/∂z of some sequences, before the last pass.
 
     Attributes:
         w: W [B, n, F].
-        units: through whose norm the last pass differentiates; None if W is ∂S/∂z.
-        tokens: bool [B, n, 1], where the gradient is not 0; None: everywhere.
+        units: the unit vectors whose norm the last pass differentiates; None if W is
+            already ∂S/∂z.
+        tokens: bool [B, n, 1], False where the gradient is 0; None if True everywhere.
     """
 
     w: Tensor
@@ -57,12 +55,12 @@ class Gradient:
     def write(
         self, out: Tensor, factor: Tensor | None = None, arriving: Tensor | None = None
     ) -> None:
-        """Write factor · ∂S/∂z + arriving.
+        """Write factor · ∂S/∂z + arriving into ``out``.
 
         Args:
-            out: [B, n, F] in any dtype. It is not read.
-            factor: [B]; None is 1.
-            arriving: [B, n, F]; None is 0.
+            out: [B, n, F] in any dtype.
+            factor: [B]; None means 1.
+            arriving: [B, n, F]; None means 0.
         """
         for rows in row_blocks(out):
             along = None
@@ -83,7 +81,7 @@ class Gradient:
             )
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return ∂S/∂z [B, n, F]. It may be W itself."""
+        """Return ∂S/∂z [B, n, F]. It may be the same tensor as W."""
         is_complete = self.units is None and self.tokens is None
         if is_complete and self.w.dtype == dtype:
             return self.w
@@ -101,7 +99,7 @@ def _write(
     tokens: Tensor | None,
     arriving: Tensor | None,
 ) -> None:
-    """Write some rows of a ``Gradient``. ``along`` are z, ‖z‖ and s of its units."""
+    """Write some rows of a ``Gradient``. ``along`` has z, ‖z‖ and s of these rows."""
     grad = w
     if along is not None:
         grad = _through_norm(w, *along)
@@ -121,16 +119,16 @@ def _through_norm(w: Tensor, z: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
     """
     z = z.to(w.dtype)
     tiny = torch.finfo(norm.dtype).tiny
-    # Divided before it is multiplied, as s / ‖z‖ of short tokens is infinite. NaN for
-    # a norm of infinity, which would be hidden as s = 0.
+    # Divide before multiplying, because s / ‖z‖ of short tokens is infinite. Adding 0 ·
+    # norm gives NaN for an infinite norm, which s = 0 would hide.
     radial = (z * w).sum(-1, keepdim=True) / norm.clamp_min(tiny) * scale + 0 * norm
     return torch.addcmul(w, z, radial, value=-1)
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Split rows [B, n, F] into blocks that fit into a core's cache.
+    """Return slices of the rows of x [B, n, F], each of which fits into a core's cache.
 
-    A GPU's fused kernel takes all rows at once.
+    On a GPU, a single slice has all rows: one fused kernel processes them.
     """
     if x.device.type != "cpu" or x.numel() <= BLOCK_ELEMENTS:
         return [ALL_ROWS]
@@ -139,8 +137,9 @@ def row_blocks(x: Tensor) -> list[slice]:
 
 
 def _rows_of(x: Any, rows: slice) -> Any:
-    """Return rows of a tensor [B, n, …], or None of None. All rows are the tensor
-    itself, as a view takes time on the host.
+    """Return rows of a tensor [B, n, …]; None if it is None.
+
+    For all rows, this is the tensor itself, because a view takes time on the host.
     """
     if x is None or rows == ALL_ROWS:
         return x
@@ -155,14 +154,15 @@ def norms(z: Tensor) -> Tensor:
 
 
 def shown(norm: Tensor) -> Tensor:
-    """Return norms with NaN for infinity, by which finite tokens would be divided to 0
-    and so be hidden.
+    """Return the norms with NaN instead of infinity.
+
+    Division by infinity would turn a faulty token into 0, and so hide the fault.
     """
     return norm.masked_fill(norm.isinf(), torch.nan)
 
 
 class Raw:
-    """The tokens themselves: u = z."""
+    """No normalization: u = z."""
 
     def __init__(self, z: Tensor) -> None:
         self.x = z
@@ -176,9 +176,9 @@ class Raw:
 
 
 class Normalized:
-    """Compute u = z / (‖z‖ + ε).
+    """u = z / (‖z‖ + ε).
 
-    Unit vectors are not stored: x is z itself, exact in its own dtype.
+    The unit vectors are not stored: x is z itself, which is exact in its dtype.
     """
 
     def __init__(self, z: Tensor, norm_eps: float) -> None:
@@ -195,10 +195,11 @@ class Normalized:
 
 
 class Standardized:
-    """Compute u = (z − μ) / (σ √(F − 1)) over the F ≥ 2 features, with the unbiased σ.
+    """u = (z − μ) / (σ √(F − 1)), with the mean μ and the unbiased deviation σ of a
+    token's F ≥ 2 features.
 
-    u_i·u_j is then the Pearson correlation. A token whose features are all equal has u
-    = 0 and no gradient.
+    u_i·u_j is then the Pearson correlation of two tokens. A token whose features are all
+    equal has u = 0 and no gradient.
     """
 
     def __init__(self, z: Tensor) -> None:

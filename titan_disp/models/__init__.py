@@ -1,3 +1,1 @@
-"""This package holds the models, each in a file that ``registry`` lists, and what all
-of them share.
-"""
+"""The models and their shared code. ``registry`` lists the models, one file each."""

@@ -1,9 +1,9 @@
-"""A model's arguments: their base class, its flavors, what ``model.overrides`` changes,
-and which layers are dispersed.
+"""A model's arguments: their base class, flavors, ``model.overrides``, and the choice of
+dispersed layers.
 
-``model.overrides`` sets fields of type int, float and bool of any dataclass of
-arguments. The dataclass may exclude some in a class attribute ``not_overridable``,
-which gives the reason for each.
+``model.overrides`` can set the fields of type int, float and bool of any dataclass of
+arguments. The dataclass can exclude fields by a class attribute ``not_overridable``,
+which maps a field to the reason.
 """
 
 import copy
@@ -22,7 +22,7 @@ from titan_disp.errors import TYPE_NAMES, ConfigError, did_you_mean, fits
 from titan_disp.tables import OVERRIDES, Written, parse_overrides, shown
 
 NOT_OVERRIDABLE = {"max_seq_len": "it is training.seq_len"}
-_KINDS = {
+_EXPECTED = {  # the types of fields that can be set, for messages
     bool: TYPE_NAMES[bool],
     int: f"{TYPE_NAMES[int]} ≥ 1",
     float: f"{TYPE_NAMES[float]} > 0",
@@ -32,8 +32,8 @@ Args = TypeVar("Args", bound="DispModelArgs")
 
 @dataclass(frozen=True)
 class Initial:
-    """A parameter's normal distribution, cut off at ``mean`` ± ``cut``; the constant
-    ``mean`` if ``std`` is 0.
+    """The distribution of a parameter's initial values: normal, truncated at ``mean`` ±
+    ``cut``. If ``std`` is 0, all values are ``mean``.
     """
 
     mean: float = 0.0
@@ -42,48 +42,52 @@ class Initial:
 
 
 class DispModelArgs(BaseModelArgs):
-    """The arguments of a model are a dataclass that extends this class."""
+    """The base class of each model's arguments, which are a dataclass."""
 
     dim: int
-    hidden_dim: int  # of the feed-forward
+    hidden_dim: int  # of the feed-forward network
     n_layers: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
     vocab_size: int
     max_seq_len: int  # training.seq_len
-    enable_weight_tying: bool  # of the embedding to the output layer
-    # that a training forward returns, by index; empty: only logits
+    enable_weight_tying: bool  # whether embedding and output layer share their weight
+    # The indices of the activations that a forward in training returns. If empty, it
+    # returns only logits.
     activations: tuple[int, ...]
-    # Neither is part of the architecture: the same weights fit.
-    # as TorchTitan's models call it; "flex" takes masks of documents
+    # The last two fields do not change the weights, so they are not part of the
+    # architecture. "flex" attention takes masks of documents; the name is TorchTitan's.
     attn_type: str = "sdpa"
     restart_positions: bool = False  # whether positions begin at 0 in every document
 
     @property
     def max_positions(self) -> int | None:
-        """The length of the longest sequence that the weights allow; None: any, as with
-        rotary embeddings.
+        """The longest sequence, in tokens, that the weights allow. None: no limit, as
+        with rotary embeddings.
         """
         return None
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
+        """Return the distribution of the initial values of a parameter."""
         raise NotImplementedError
 
     def saved_elements(self, tp: int) -> dict[str, float]:
-        """Return the number of elements that a block saves for backward, per token of a
-        CP rank's part.
+        """Return the numbers of elements that a block holds on one rank for backward,
+        per token of a CP rank's part of the sequence.
 
-        Between blocks, TP shards the sequence. It gathers the inputs of attention and
-        feed-forward, and shards what they compute over ``tp`` ranks. The keys are modes
-        of activation checkpointing: "none", "op" and "full". "gradients" are those of
-        the activations at the peak of a block's backward pass.
+        The keys "none", "op" and "full" are modes of activation checkpointing, with the
+        elements that forward saves. "gradients" has the gradients of activations at the
+        peak of a block's backward pass.
+
+        TP shards the sequence between blocks. Inside, it gathers the inputs of attention
+        and feed-forward network, and shards their computation over ``tp`` ranks.
         """
         raise NotImplementedError
 
     def update_from_config(self, job_config: JobConfig, **kwargs) -> None:
-        """Set what the config decides, before TorchTitan builds the model of the chosen
-        flavor.
+        """Set the fields that depend on the config. TorchTitan calls this before it
+        builds the model.
         """
         apply_overrides(self, job_config.model.overrides)
         super().update_from_config(job_config, **kwargs)
@@ -98,50 +102,56 @@ class DispModelArgs(BaseModelArgs):
             )
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return the parameter count (a tied embedding counts once) and the FLOPs per
-        token, forward and backward.
+        """Return the number of parameters (a tied embedding counts once) and the FLOPs
+        per token, forward and backward.
 
-        TorchTitan 0.2.2 subtracts a tied embedding from both, although it does multiply
-        as the output layer. Dispersion is not counted, because MFU is about the model.
+        TorchTitan 0.2.2 subtracts a tied embedding from both, although the output layer
+        multiplies by its weight. The FLOPs of dispersion are not counted: MFU compares
+        those of the model.
         """
-        # Shared parameters appear once
+        # ``parameters()`` yields a shared parameter once.
         total = sum(p.numel() for p in model.parameters())
         embeddings = nn.ModuleList(model.embeddings)  # type: ignore[arg-type]
-        looked_up = sum(p.numel() for p in embeddings.parameters())
-        tied = model.output.weight.numel() if self.enable_weight_tying else 0  # type: ignore[union-attr, operator]
+        multiplied = total - sum(p.numel() for p in embeddings.parameters())
+        if self.enable_weight_tying:
+            multiplied += model.output.weight.numel()  # type: ignore[union-attr, operator]
         attention = 6 * self.n_layers * self.n_heads * 2 * self.head_dim * seq_len
-        return total, 6 * (total - looked_up + tied) + attention
+        return total, 6 * multiplied + attention
 
 
 class Flavors(UserDict[str, Args]):
-    """Map names to copies of arguments, because TorchTitan modifies even registered
-    ones.
+    """A model's flavors by name. Each look-up returns a copy, because TorchTitan modifies
+    the registered arguments.
     """
 
     def __getitem__(self, name: str) -> Args:
         if name not in self.data:
-            known = ", ".join(self) + did_you_mean(name, self)
-            raise ConfigError(f"model.flavor is {name!r}, expected one of {known}")
+            flavors = ", ".join(self) + did_you_mean(name, self)
+            raise ConfigError(f"model.flavor is {name!r}, expected one of {flavors}")
         return copy.deepcopy(self.data[name])
 
 
 def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
-    """Return the blocks that ``dispersion.layers`` names, in ascending order, from 0,
-    or raise ConfigError.
+    """Return the indices of the blocks in ``dispersion.layers``, in ascending order. The
+    first block is 0.
+
+    Raises ConfigError if the value is invalid.
     """
-    named = {
+    ranges = {
         "all": range(n_layers),
         "last": range(n_layers - 1, n_layers),
         "early_half": range(n_layers // 2),
         "late_half": range(n_layers // 2, n_layers),
     }
-    if isinstance(layers, str) and layers not in named:
-        known = ", ".join(named)
-        raise ConfigError(
-            f"dispersion.layers is {layers!r}, expected {known} or a list of block "
-            "indices"
-        )
-    chosen = sorted(named[layers] if isinstance(layers, str) else layers)
+    if isinstance(layers, str):
+        if layers not in ranges:
+            raise ConfigError(
+                f"dispersion.layers is {layers!r}, expected {', '.join(ranges)} or a "
+                "list of block indices"
+            )
+        chosen = list(ranges[layers])
+    else:
+        chosen = sorted(layers)
     if any(type(i) is not int or not 0 <= i < n_layers for i in chosen):
         raise ConfigError(
             f"dispersion.layers is {layers}, but the model has {n_layers} blocks: "
@@ -149,8 +159,8 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
         )
     if not chosen or len(set(chosen)) != len(chosen):
         raise ConfigError(
-            f"dispersion.layers is {layers}, expected at least one block and none of "
-            "them twice"
+            f"dispersion.layers is {layers}, expected at least one block, and each "
+            "block once"
         )
     return tuple(chosen)
 
@@ -158,11 +168,10 @@ def block_indices(layers: str | list[int], n_layers: int) -> tuple[int, ...]:
 def activation_indices(
     layers: str | list[int], final_norm: bool, n_layers: int
 ) -> tuple[int, ...]:
-    """Return the activations that ``dispersion.layers`` and ``final_norm`` name, as
-    ``DispModel.forward`` takes them.
+    """Return the indices of the dispersed activations, for ``DispModel.forward``.
 
-    Raise ConfigError as ``block_indices`` does, and for ``final_norm`` without the last
-    block.
+    Raises ConfigError if ``block_indices`` does, or if ``final_norm`` is set without the
+    last block.
     """
     blocks = block_indices(layers, n_layers)
     if not final_norm:
@@ -170,17 +179,17 @@ def activation_indices(
     if blocks[-1] != n_layers - 1:
         raise ConfigError(
             f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves "
-            f"the last block ({n_layers - 1}) out, and the final norm follows it: add "
+            f"the last block ({n_layers - 1}) out, which the final norm follows: add "
             "that block, or set dispersion.final_norm = false"
         )
     return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
 
 
 def architecture_of(args: Any) -> dict[str, Any]:
-    """Return the fields that define the network, ready for JSON: all plain ones except
-    max_seq_len and attn_type.
+    """Return the fields that define the network, as values for JSON: all of type bool,
+    int, float and str except max_seq_len and attn_type.
 
-    ``_enforced`` is a sentence of TorchTitan's about its dataclass.
+    TorchTitan's ``_enforced`` is left out: it is a note to programmers.
     """
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
     return {
@@ -192,37 +201,37 @@ def architecture_of(args: Any) -> dict[str, Any]:
 
 
 def apply_overrides(args: Any, overrides: Written) -> None:
-    """Set fields of a dataclass of arguments in place, or raise ConfigError.
+    """Set the fields of ``args`` (a dataclass) to the values in ``model.overrides``.
 
-    A second call changes nothing.
+    A second call changes nothing. Raises ConfigError if a key or a value is invalid.
     """
-    found = parse_overrides(overrides)
-    if not found:
+    values = parse_overrides(overrides)
+    if not values:
         return
     hints = get_type_hints(type(args))
-    kinds = {
+    types = {
         f.name: hints[f.name]
         for f in dataclasses.fields(args)
-        if hints[f.name] in _KINDS
+        if hints[f.name] in _EXPECTED
     }
     fixed = NOT_OVERRIDABLE | getattr(args, "not_overridable", {})
-    for key, value in found.items():
+    for key, value in values.items():
         if key in fixed:
             raise ConfigError(
                 f"{OVERRIDES}.{key} cannot be set: {fixed[key]}. Leave it out"
             )
-        if key not in kinds:
-            known = [name for name in kinds if name not in fixed]
+        if key not in types:
+            keys = [name for name in types if name not in fixed]
             raise ConfigError(
-                f"{OVERRIDES}.{key} is not known{did_you_mean(key, known)}; expected "
-                f"{', '.join(known)}"
+                f"{OVERRIDES}.{key} is not known{did_you_mean(key, keys)}; expected "
+                f"{', '.join(keys)}"
             )
-        kind = kinds[key]
-        if not fits(value, kind) or (kind is not bool and not 0 < value < math.inf):
+        type_ = types[key]
+        if not fits(value, type_) or (type_ is not bool and not 0 < value < math.inf):
             raise ConfigError(
-                f"{OVERRIDES}.{key} is {value!r}, expected {_KINDS[kind]}"
+                f"{OVERRIDES}.{key} is {value!r}, expected {_EXPECTED[type_]}"
             )
-        setattr(args, key, kind(value))
+        setattr(args, key, type_(value))
     _check_heads(args)
 
 
@@ -245,10 +254,10 @@ def _check_heads(args: DispModelArgs) -> None:
         )
 
 
-def named(flavor: str, overrides: Written) -> str:
-    """Return a flavor's name with its overrides, for people: "nano with hidden_dim =
-    16".
-    """
-    pairs = parse_overrides(overrides).items()
-    changes = ", ".join(f"{key} = {shown(value)}" for key, value in pairs)
-    return f"{flavor} with {changes}" if changes else flavor
+def text_of_flavor(flavor: str, overrides: Written) -> str:
+    """Return a flavor's name with its overrides: "nano with hidden_dim = 16"."""
+    values = parse_overrides(overrides)
+    if not values:
+        return flavor
+    changes = ", ".join(f"{key} = {shown(value)}" for key, value in values.items())
+    return f"{flavor} with {changes}"

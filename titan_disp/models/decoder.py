@@ -1,8 +1,8 @@
-"""All models share this forward, which can return activations, and the initialization
-of weights.
+"""The base class of all models: a forward that can return activations, and the
+initialization of weights.
 
-Initial weights depend on the seed and the parameter's name only. DTensor's own
-initialization would depend on the device and, on CPUs, on the mesh. Here every rank
+Initial weights depend only on the seed and the parameter's name. With DTensor's
+initialization, they would depend on the device and, on CPUs, on the mesh. Here every rank
 draws the whole parameter on the CPU and keeps its shard. This takes a few seconds for
 0.6B and some minutes for 32B.
 """
@@ -29,21 +29,22 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class Predictions(NamedTuple):
-    """What a model returns for token ids [B, N] if activations are requested."""
+    """The result of a forward with token ids [B, N] if activations are requested."""
 
     logits: Tensor | HiddenStates  # [B, N, V]
-    # For each requested layer, in ascending order, [B, N, F]. Under TP and CP, this is
-    # the rank's [B, N/p, F] shard of the sequence, as a plain local tensor.
+    # The requested activations, [B, N, F] each, in ascending order. Under TP and CP,
+    # they are the rank's shards of the sequence, [B, N/p, F], as plain local tensors.
     activations: Sequence[Tensor] = ()
-    # The number of each token's document, [B, N] int, whole on every rank.
+    # The index of each token's document, int [B, N], whole on every rank
     segments: Tensor | None = None
 
 
 class DispModel(ModelProtocol):
-    """A decoder *returns* activations and never stores them in the module.
+    """A decoder that can return activations.
 
-    FSDP2 hooks module outputs only, and hooks on blocks would run again when activation
-    checkpointing recomputes them.
+    The model *returns* them instead of collecting them by hooks on blocks: FSDP2 only
+    handles tensors in module outputs, and activation checkpointing would run the hooks
+    again in the backward pass.
     """
 
     model_args: DispModelArgs
@@ -55,10 +56,11 @@ class DispModel(ModelProtocol):
 
     @property
     def embeddings(self) -> list[nn.Module]:
-        """Return all embedding tables, the tokens' first."""
+        """All embedding tables. The first is that of the tokens."""
         return [self.tok_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the embeddings of the tokens, [B, N, F]."""
         return self.tok_embeddings(tokens)
 
     def run_block(
@@ -68,6 +70,7 @@ class DispModel(ModelProtocol):
         attention_masks: AttentionMasksType | None,
         positions: Tensor | None,
     ) -> Tensor:
+        """Return the output of a block, [B, N, F]."""
         raise NotImplementedError
 
     def get_attention_masks(
@@ -76,15 +79,15 @@ class DispModel(ModelProtocol):
         tokenizer: BaseTokenizer | None = None,
         extra_inputs: dict[str, Tensor] | None = None,
     ) -> BlockMask | None:
-        """Return the mask of ``extra_inputs["segments"]``, or None unless attention is
-        "flex", as ``stream.document_mask`` sets it.
+        """Return the mask within documents, given ``extra_inputs["segments"]``; None if
+        attention is not "flex" (``stream.document_mask`` is false).
         """
         if self.model_args.attn_type != "flex":
             return None
         return document_mask((extra_inputs or {})["segments"])
 
     def init_buffers(self, device: torch.device | None = None) -> None:
-        """Compute buffers, on ``device`` or where they are."""
+        """Compute the buffers on ``device``. None: on their present device."""
 
     def forward(
         self,
@@ -94,24 +97,30 @@ class DispModel(ModelProtocol):
         return_activations: Sequence[int] | None = None,
         segments: Tensor | None = None,
     ) -> Tensor | HiddenStates | Predictions:
-        """Return logits [B, N, V] for token ids [B, N].
+        """Return logits [B, N, V], or ``Predictions`` if activations are requested.
 
-        If activations are requested, return ``Predictions``.
+        In training with a chunked head, ``HiddenStates`` replace the logits.
 
-        ``return_activations`` has their indices: 0 is the output of the embedding, i +
-        1 the output of block i (before the final norm), n_layers + 1 the output of the
-        final norm; others raise ValueError. None stands for ``activations`` of the
-        model's arguments in training, and for none in eval. In training with a chunked
-        head, there are ``HiddenStates`` in place of logits.
+        Args:
+            tokens: token ids, int [B, N].
+            attention_masks: the result of ``get_attention_masks``.
+            positions: the position of each token in its sequence. None: 0 to N − 1.
+            return_activations: indices of the requested activations. 0 is the output of
+                the embedding, i + 1 that of block i (before the final norm), n_layers +
+                1 that of the final norm. None: in training, the ``activations`` of the
+                model's arguments; in eval, no activations.
+            segments: the index of each token's document, int [B, N]
+                (``data.stream.Slot.fill``). With ``restart_positions``, they determine
+                the positions.
 
-        ``segments`` [B, N] numbers each token's document (``data.stream.Slot.fill``),
-        from which positions can begin at 0 in every document. ValueError is raised if
-        the model attends within documents and gets no mask (``get_attention_masks``).
+        Raises:
+            ValueError: an index does not exist, or the model attends within documents
+                and ``attention_masks`` is None.
         """
         if self.model_args.attn_type == "flex" and attention_masks is None:
             raise ValueError(
-                "attention_masks is None, expected what get_attention_masks makes of "
-                "the segments"
+                "attention_masks is None, expected the result of get_attention_masks "
+                "for the segments"
             )
         if self.model_args.restart_positions and segments is not None:
             positions = restarted(segments)
@@ -127,7 +136,7 @@ class DispModel(ModelProtocol):
         activations = []
         h = self.embed(tokens, positions)
         if isinstance(h, AsyncCollectiveTensor):
-            # TP's reduce-scatter is still in flight. A compiled block drops the
+            # TP's reduce-scatter is still running. A compiled block would drop the
             # gradient of such an input (torch 2.13).
             h = h.clone()
         if 0 in wanted:
@@ -152,8 +161,8 @@ class DispModel(ModelProtocol):
             self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """Fill parameters from the process's seed: ``debug.seed``, or the seed on which
-        all ranks agree.
+        """Initialize the parameters from torch's seed, which is equal on all ranks:
+        ``debug.seed``, or a random seed.
         """
         self.tie_weights()  # to_empty gave every module its own storage
         self.init_buffers(buffer_device)
@@ -170,23 +179,26 @@ class DispModel(ModelProtocol):
 
 
 def document_mask(segments: Tensor) -> BlockMask:
-    """Return the mask by which a token attends to itself and to earlier tokens with its
-    number in ``segments`` [B, N].
+    """Return a mask with which a token attends to itself and to earlier tokens of its
+    document. ``segments`` [B, N] is the index of each token's document.
     """
 
     def earlier_in_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (segments[b, query] == segments[b, key])
 
     batch, n = segments.shape
-    # TorchTitan compiles create_attention_mask.
+    # TorchTitan's create_attention_mask is compiled.
     create = create_block_mask if cpu.active() else create_attention_mask
-    return create(earlier_in_document, batch, None, n, n, device=segments.device)
+    return create(
+        earlier_in_document, B=batch, H=None, Q_LEN=n, KV_LEN=n, device=segments.device
+    )
 
 
 def restarted(segments: Tensor) -> Tensor:
-    """Return each token's position in its document, [B, N] int64.
+    """Return each token's position in its document, int64 [B, N].
 
-    A document's tokens follow one another.
+    ``segments`` [B, N] is the index of each token's document. The tokens of a document
+    are adjacent.
     """
     place = torch.arange(segments.shape[1], device=segments.device)
     begins = segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0
@@ -194,6 +206,7 @@ def restarted(segments: Tensor) -> Tensor:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return a generator on the CPU that depends only on the seed and the name."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(
         int.from_bytes(digest[:8], "little", signed=True)
@@ -201,12 +214,12 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def _plain(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states for the output layer, and as a plain tensor: under TP, of
-    this rank's tokens.
+    """Return the hidden states for the output layer, and as a plain tensor for the loss.
 
-    Under TP they are a DTensor. The output layer gets one that is made of the plain
-    tensor, so that the gradient of the first passes through the second. This is a copy,
-    because FSDP2 warns of views, such as a DTensor's local tensor.
+    Under TP, the hidden states are a DTensor, and the plain tensor has this rank's
+    tokens. The output layer gets a DTensor that is built from the plain tensor, so that
+    the gradient of the logits passes through the plain tensor. The plain tensor is a
+    copy, because FSDP2 warns about views, such as a DTensor's local tensor.
     """
     if not isinstance(h, DTensor):
         return h, h
@@ -217,8 +230,9 @@ def _plain(h: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def fill_(param: nn.Parameter, full: Tensor) -> None:
-    """Copy a whole parameter, which every rank has, into one that may be sharded, in
-    its dtype and on its device.
+    """Copy ``full``, the whole value, which every rank has, into a parameter.
+
+    The parameter may be sharded, and may have another dtype and device.
     """
     full = full.to(param.dtype)
     if isinstance(param, DTensor):
@@ -233,13 +247,17 @@ def fill_(param: nn.Parameter, full: Tensor) -> None:
 
 
 def canonical_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of checkpointing and compile."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor:
-    """Return the whole initial parameter of this canonical name, float32 on the CPU."""
+    """Return the whole initial value of a parameter, float32 on the CPU.
+
+    ``name`` is the parameter's canonical name.
+    """
     initial = args.initial(name, shape)
     if initial.std == 0:
         return torch.full(shape, initial.mean)
@@ -247,11 +265,16 @@ def draw(name: str, shape: torch.Size, args: DispModelArgs, seed: int) -> Tensor
     mean = initial.mean
     std = initial.std
     cut = initial.cut
-    # A cut that far from the mean cuts nothing. In torch 2.11, trunc_normal_ would set
-    # one number in millions to it, as it inverts the distribution function, also at 0
-    # and 1.
+    # A cut this far from the mean has no effect. But trunc_normal_ of torch 2.11 would
+    # set one number in millions to the cut, because it inverts the distribution function
+    # at 0 and 1 too.
     if cut > 10 * std:
         return torch.empty(shape).normal_(mean, std, generator=generator)
     return nn.init.trunc_normal_(
-        torch.empty(shape), mean, std, mean - cut, mean + cut, generator=generator
+        torch.empty(shape),
+        mean=mean,
+        std=std,
+        a=mean - cut,
+        b=mean + cut,
+        generator=generator,
     )

@@ -1,9 +1,9 @@
-"""``gpt2_disp`` is GPT-2: its arguments and flavors, the model, its tensor-parallel
-plan, and its Hugging Face weights.
+"""``gpt2_disp`` is GPT-2: arguments and flavors, the model, its tensor-parallel plan, and
+the conversion of Hugging Face's weights.
 
-Queries, keys and values have separate matrices. Tensor parallelism shards heads, and
-would give one rank the queries and another the values of a fused matrix. There is no
-dropout, as is usual in pre-training today.
+Queries, keys and values have separate matrices: tensor parallelism would give one rank
+the queries and another rank the values of a fused matrix. There is no dropout, as is
+usual in pre-training today.
 """
 
 import dataclasses
@@ -54,15 +54,14 @@ logger = logging.getLogger(__name__)  # not for the console: see run.console
 
 @dataclass
 class GPT2DispModelArgs(DispModelArgs):
-    """The defaults are the sizes of 124M."""
+    """The arguments of GPT-2. The defaults are those of 124M."""
 
     dim: int = 768
     n_layers: int = 12
     n_heads: int = 12
     hidden_dim: int = 3072
     vocab_size: int = 50257
-    # rows of the table of positions, the length of the longest sequence
-    context: int = 1024
+    context: int = 1024  # the longest sequence: rows of the table of positions
     max_seq_len: int = 1024
     norm_eps: float = 1e-5
     enable_weight_tying: bool = True
@@ -81,40 +80,44 @@ class GPT2DispModelArgs(DispModelArgs):
         return self.context
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Initialize as the GPT-2 paper and transformers do: less for the 2·n_layers
-        products added to the residual.
+        """Return the distribution in the GPT-2 paper and in transformers. It is narrower
+        for the 2·n_layers matrices whose products are added to the residual.
         """
         if len(shape) == 1:
             return Initial(mean=0.0 if name.endswith("bias") else 1.0)
-        residual = name.endswith(("wo.weight", "w2.weight"))
-        return Initial(std=0.02 / (2 * self.n_layers) ** 0.5 if residual else 0.02)
+        std = 0.02
+        if name.endswith(("wo.weight", "w2.weight")):
+            std /= (2 * self.n_layers) ** 0.5
+        return Initial(std=std)
 
     def saved_elements(self, tp: int) -> dict[str, float]:
         d = self.dim
         h = self.hidden_dim
+        reduced = 2 * d / tp if tp > 1 else 0
         return {
             # Both residuals; both normalized inputs; q, k, v and the attention's
-            # output; w1's output and its GELU.
+            # output; w1's output and its GELU
             "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
-            # The block's input and the outputs of attention and of all products
-            # (SAVED_OPS) are kept. Under TP, the outputs of wo and w2 are partial sums
-            # over the whole sequence, and both reduce-scattered results are kept too.
-            "op": d / tp + (4 * d + h) / tp + 2 * d + (2 * d / tp if tp > 1 else 0),
+            # The block's input, and the outputs of attention and of all products
+            # (SAVED_OPS). Under TP, the outputs of wo and w2 are partial sums over the
+            # whole sequence; both reduce-scattered results are saved too.
+            "op": d / tp + (4 * d + h) / tp + 2 * d + reduced,
             "full": d / tp,
-            # of the feed-forward's output, and before and after its GELU
+            # Gradients of the feed-forward's output, of its GELU, and of w1's output
             "gradients": d + 2 * h / tp,
         }
 
 
-# 0.5 M parameters, for tests on a CPU. Its 2,049 tokens leave a remainder of 1 when
-# they are divided among 2, 4, 8, … ranks, as GPT-2's 50,257 do.
+# 0.5 M parameters, for tests on a CPU. The vocabulary of 2,049 tokens leaves a remainder
+# of 1 if it is divided among 2, 4, 8, … ranks, like GPT-2's 50,257 tokens.
 _nano = GPT2DispModelArgs(
     dim=64, n_layers=6, n_heads=4, hidden_dim=256, vocab_size=2049
 )
 
 # In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M
-# to 1542M; the names here count all parameters. Numbers of heads are from config.json
-# of openai-community/gpt2, -medium, -large and -xl; tests/test_models.py compares them.
+# to 1542M; these names are the numbers of all parameters. The numbers of heads are from
+# config.json of openai-community/gpt2, -medium, -large and -xl; tests/test_models.py
+# compares them.
 flavors = Flavors(
     {
         "nano": _nano,
@@ -134,10 +137,9 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (
             nn.Linear(args.dim, args.dim) for _ in range(4)
         )
-        flex = args.attn_type == "flex"
-        self.inner_attention = (
-            FlexAttentionWrapper() if flex else ScaledDotProductAttentionWrapper()
-        )
+        self.inner_attention: nn.Module = ScaledDotProductAttentionWrapper()
+        if args.attn_type == "flex":
+            self.inner_attention = FlexAttentionWrapper()
 
     def forward(self, x: Tensor, attention_masks: AttentionMasksType | None) -> Tensor:
         # [B, N, this rank's heads × head_dim] → [B, heads, N, head_dim]
@@ -162,7 +164,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    moe_enabled = False  # TorchTitan's apply_compile reads it
+    moe_enabled = False  # TorchTitan's apply_compile reads this attribute
 
     def __init__(self, args: GPT2DispModelArgs) -> None:
         super().__init__()
@@ -197,7 +199,8 @@ class GPT2DispModel(DispModel):
         return [self.tok_embeddings, self.pos_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        # context parallelism passes those of this rank's tokens, restart_positions all
+        # Context parallelism passes the positions of this rank's tokens, and
+        # restart_positions passes the positions of all tokens.
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.tok_embeddings(tokens) + self.pos_embeddings(positions)
@@ -212,16 +215,16 @@ class GPT2DispModel(DispModel):
         return block(h, attention_masks)
 
 
-# A linear layer with a bias is aten.addmm. TorchTitan's list has aten.mm, and its
-# policy keeps every second one of those; of addmm it keeps all.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm, of which
+# its policy saves every second output; of addmm, it saves all outputs.
 SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 
 def apply_tp(
     model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    """Shard as TorchTitan's plan for Llama does, and positions by rows: one rank then
-    has a row's whole gradient.
+    """Apply TorchTitan's plan for Llama. The table of positions is sharded by rows, so
+    that one rank has the whole gradient of a row.
     """
     mesh = parallel_dims.get_mesh("tp")
     loss_parallel = not job_config.parallelism.disable_loss_parallel
@@ -250,7 +253,7 @@ def apply_tp(
             {
                 "attention_norm": SequenceParallel(),
                 "attention": PrepareModuleInput(
-                    input_layouts=(Shard(1), None),  # the second is the mask
+                    input_layouts=(Shard(1), None),  # None for the mask
                     desired_input_layouts=(Replicate(), None),
                 ),
                 "attention.wq": ColwiseParallel(),
@@ -269,7 +272,8 @@ def apply_tp(
     logger.info("Applied Tensor Parallelism to the model")
 
 
-# By our names. A layer of Hugging Face's may hold several of ours.
+# Hugging Face's names of weights, by our names. One of Hugging Face's layers may be
+# several of ours.
 OUTSIDE = {
     "tok_embeddings.weight": "transformer.wte.weight",
     "pos_embeddings.weight": "transformer.wpe.weight",
@@ -288,12 +292,10 @@ IN_BLOCK = {
 
 
 class GPT2HfAdapter(HfAdapter):
-    """Convert to Hugging Face's GPT2LMHeadModel.
-
-    The hub's own files omit the prefix "transformer.".
+    """Converts weights to and from Hugging Face's GPT2LMHeadModel.
 
     Its Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys and
-    values are one layer, c_attn.
+    values are one layer, c_attn. Files on the hub omit the prefix "transformer.".
     """
 
     model_cls = GPT2DispModel
@@ -311,7 +313,7 @@ class GPT2HfAdapter(HfAdapter):
     }
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
-        # Mesh and placements of the weights that to_hf has gathered.
+        # The mesh and the placements of each weight that to_hf has gathered
         self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
         super().__init__(model_args, hf_assets_path)
 
@@ -334,9 +336,9 @@ class GPT2HfAdapter(HfAdapter):
             "resid_pdrop": 0.0,  # as in training; transformers' default is 0.1
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
-            # titan-disp's own key: later rows of wpe were not trained
+            # A key of titan-disp: the rows of wpe after this length were not trained.
             "trained_seq_len": self.model_args.max_seq_len,
-            "n_ctx": self.model_args.context,  # which llama.cpp reads
+            "n_ctx": self.model_args.context,  # for llama.cpp
         }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -345,11 +347,9 @@ class GPT2HfAdapter(HfAdapter):
         return config
 
     def canonical(self, name: str) -> str:
-        return (
-            name
-            if name.startswith(("transformer.", "lm_head."))
-            else f"transformer.{name}"
-        )
+        if name.startswith(("transformer.", "lm_head.")):
+            return name
+        return f"transformer.{name}"
 
     def get_hf_storage_reader(
         self, path: str, from_quantized: bool = False
@@ -357,18 +357,19 @@ class GPT2HfAdapter(HfAdapter):
         return _Reader(path, self.canonical)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return Hugging Face's weights: linear layers whole and on the CPU, by a
-        collective call, if sharded.
+        """Return Hugging Face's weights.
+
+        Sharded linear layers are gathered by collective calls, and are on the CPU.
         """
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         for theirs, ours in self._names():
             if ".c_" in theirs:
-                found[theirs] = _conv(
-                    torch.cat([self._whole(name, state_dict[name]) for name in ours])
+                weights[theirs] = _conv(
+                    torch.cat([self._gathered(name, state_dict[name]) for name in ours])
                 )
             else:
-                found[theirs] = state_dict[ours[0]]
-        return found
+                weights[theirs] = state_dict[ours[0]]
+        return weights
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return our weights, sharded as they were before ``to_hf``.
@@ -376,45 +377,47 @@ class GPT2HfAdapter(HfAdapter):
         Other entries, such as masks, are left out.
         """
         hf = {self.canonical(name): value for name, value in hf_state_dict.items()}
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         for theirs, ours in self._names():
             if ".c_" in theirs:
                 parts = _conv(hf[theirs]).chunk(len(ours))
-                found |= {
-                    name: self._laid_out(name, part)
+                weights |= {
+                    name: self._sharded(name, part)
                     for name, part in zip(ours, parts, strict=True)
                 }
             else:
-                found[ours[0]] = hf[theirs]
+                weights[ours[0]] = hf[theirs]
         if self.model_args.enable_weight_tying:
-            found["output.weight"] = found["tok_embeddings.weight"]
-        return found
+            weights["output.weight"] = weights["tok_embeddings.weight"]
+        return weights
 
     def _names(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield Hugging Face's name of every weight, and ours of what it holds."""
+        """Yield Hugging Face's name of each weight, and our names of its parts."""
         for ours, theirs in OUTSIDE.items():
             if ours != "output.weight" or not self.model_args.enable_weight_tying:
                 yield theirs, [ours]
-        for i, (parts, layer), kind in product(
+        for i, (parts, layer), suffix in product(
             range(self.model_args.n_layers), IN_BLOCK.items(), ("weight", "bias")
         ):
             yield (
-                f"transformer.h.{i}.{layer}.{kind}",
-                [f"layers.{i}.{part}.{kind}" for part in parts],
+                f"transformer.h.{i}.{layer}.{suffix}",
+                [f"layers.{i}.{part}.{suffix}" for part in parts],
             )
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
+    def _gathered(self, name: str, value: Tensor) -> Tensor:
+        """Return the whole weight, and remember its mesh and placements."""
         if not isinstance(value, DTensor):
             return value
         self._layouts[name] = value.device_mesh, value.placements
         return value.full_tensor().cpu()  # all weights at once may not fit on a GPU
 
-    def _laid_out(self, name: str, whole: Tensor) -> Tensor:
+    def _sharded(self, name: str, value: Tensor) -> Tensor:
+        """Return the weight, sharded as it was before ``_gathered``."""
         if name not in self._layouts:
-            return whole.contiguous()
+            return value.contiguous()
         mesh, placements = self._layouts[name]
         return distribute_tensor(
-            whole.contiguous().to(mesh.device_type),
+            value.contiguous().to(mesh.device_type),
             mesh,
             placements,
             src_data_rank=None,
@@ -422,14 +425,17 @@ class GPT2HfAdapter(HfAdapter):
 
 
 def _conv(value: Tensor) -> Tensor:
-    """Convert a linear layer's matrix to Conv1D's layout or back.
-
-    A bias stays as it is.
+    """Return a linear layer's matrix in Conv1D's layout, or the reverse. A bias stays
+    unchanged.
     """
-    return value.t().contiguous() if value.ndim == 2 else value
+    if value.ndim != 2:
+        return value
+    return value.t().contiguous()
 
 
 class _Reader(HuggingFaceStorageReader):
+    """Reads a folder whose weights may have other names than the canonical ones."""
+
     def __init__(self, path: str, canonical: Callable[[str], str]) -> None:
         super().__init__(path)
         self._canonical = canonical

@@ -1,11 +1,11 @@
-"""The output layer and the cross-entropy, computed together for some tokens at a time:
-the logits never exist in full.
+"""The output layer and the cross-entropy in one, for a chunk of tokens at a time, so that
+the logits of all tokens never exist at once.
 
-In training, the model returns ``HiddenStates`` in place of logits. The loss's forward
-computes, for every chunk of tokens, logits, loss and gradients, so that backward only
-scales the gradients. Nothing is computed twice. ``linear_cross_entropy`` of torch 2.13
-does the same, but with bfloat16 inputs it adds up the loss and the weight's gradient in
-bfloat16: the loss of 2,048 tokens was wrong by 2 %. Here both are added up in float32.
+In training, the model returns ``HiddenStates`` instead of logits. The loss's forward
+computes logits, loss and gradients of each chunk, so that backward only scales the
+gradients. Nothing is computed twice. ``linear_cross_entropy`` of torch 2.13 does the
+same, but with bfloat16 inputs it sums the loss and the weight's gradient in bfloat16: the
+loss of 2,048 tokens had an error of 2 %. Here both are summed in float32.
 """
 
 from collections.abc import Callable
@@ -22,54 +22,55 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchtitan.components.loss import IGNORE_INDEX
 
+# ``loss_and_gradient``: takes hidden states, weight and labels of a chunk
 OfChunk = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class HiddenStates:
-    """Stand for logits that are not computed yet.
+    """The inputs of the output layer, instead of logits.
 
-    FSDP2 and pytree take this object for a leaf without tensors.
+    FSDP2 and pytree treat this object as a leaf without tensors.
     """
 
-    h: Tensor  # [B, N, F], the final norm's output; under TP, a replicated DTensor
-    # [V, F] of the output layer, as FSDP has gathered it; under TP, a DTensor whose
-    # rows are sharded
+    h: Tensor  # the final norm's output, [B, N, F]; under TP, a replicated DTensor
+    # The output layer's weight [V, F], gathered by FSDP; under TP, a DTensor with
+    # sharded rows
     weight: Tensor
 
 
 class ChunkedHead(nn.Linear):
-    """An output layer that passes hidden states on in training.
+    """An output layer that returns its input in training.
 
-    It is called so that the hooks of FSDP2 and TP run.
+    The model calls this layer in training too, so that the hooks of FSDP2 and TP run.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return input if self.training else super().forward(input)
+        if self.training:
+            return input
+        return super().forward(input)
 
 
 class _HeadParallel(ColwiseParallel):
-    """Gather the sequence and shard the rows of the weight.
-
-    Logits are laid out in eval only.
+    """Gathers the sequence, and shards the rows of the weight. Only eval has logits, to
+    which the output layout applies.
     """
 
     @staticmethod
     def _prepare_output_fn(
         layouts: Any, local: bool, head: nn.Module, outputs: Any, mesh: DeviceMesh
     ) -> Any:
-        return (
-            outputs
-            if head.training
-            else ColwiseParallel._prepare_output_fn(layouts, local, head, outputs, mesh)
-        )
+        if head.training:
+            return outputs
+        return ColwiseParallel._prepare_output_fn(layouts, local, head, outputs, mesh)
 
 
 def chunked(
     output: nn.Linear, tp_mesh: DeviceMesh | None, loss_parallel: bool
 ) -> ChunkedHead:
-    """Return a head to put in the place of a model's output layer on the meta device,
-    after TP and before tying.
+    """Return a head that replaces ``output``, a model's output layer on the meta device.
+
+    Replace the layer after TP and before weights are tied.
     """
     rows, features = output.weight.shape
     head = ChunkedHead(
@@ -89,20 +90,21 @@ def chunked(
 def chunked_cross_entropy(
     hidden: HiddenStates, labels: Tensor, chunk: int, of_chunk: OfChunk
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy summed over the valid tokens, and that of each token [B
-    · N], which has no gradient.
+    """Return the cross-entropy summed over the valid tokens, and the cross-entropy of each
+    token [B · N], without a gradient.
 
     Both are float32, and the same on all ranks of TP.
 
-    ``labels`` are [B, N] token ids, or −100 for tokens that do not count. The logits of
-    ``chunk`` tokens exist at a time. ``of_chunk`` is ``loss_and_gradient``, which may
-    be compiled if there is no TP.
+    Args:
+        labels: token ids [B, N], or −100 for tokens that do not count.
+        chunk: the number of tokens whose logits exist at a time.
+        of_chunk: ``loss_and_gradient``, which may be compiled if there is no TP.
     """
     h = hidden.h
     weight = hidden.weight
     if isinstance(h, DTensor) and isinstance(weight, DTensor):
         mesh = weight.device_mesh
-        # as DTensor divides rows
+        # This rank's first row. DTensor rounds the rows per rank up.
         first = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
         of_chunk = partial(loss_and_gradient, first=first, group=mesh.get_group())
         # Each rank has the part of h's gradient that comes from its rows of the weight.
@@ -124,42 +126,45 @@ def loss_and_gradient(
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each token [C] in float32, 0 if it does not count,
-    and its gradient in the logits.
+    """Return the cross-entropy of each token in float32 [C], 0 if the token does not
+    count, and its gradient with respect to the logits [C, V/tp].
 
-    The logits h @ weightᵀ, [C, V/tp], are those of the rows of the weight from
-    ``first`` on.
+    The logits are h @ weightᵀ. ``weight`` has this rank's rows, which begin with row
+    ``first`` of the vocabulary.
     """
-    # Multiplied here, because a caller could not let go of the logits: ``partial`` and
-    # torch.compile hold arguments.
+    # The logits are computed here, because a caller could not free them: ``partial`` and
+    # torch.compile hold references to arguments.
     dtype = weight.dtype
     p = (h @ weight.T).float()
     counts = labels != IGNORE_INDEX
-    own = counts & (labels >= first) & (labels < first + p.shape[1])
+    # whether this rank has the row of the label
+    has_row = counts & (labels >= first) & (labels < first + p.shape[1])
     at = (
         torch.arange(len(labels), device=labels.device),
-        torch.where(own, labels - first, 0),
+        torch.where(has_row, labels - first, 0),
     )
     highest = p.amax(1)
     if group is not None:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     p.sub_(highest[:, None])
-    target = torch.where(own, p[at], 0)
+    target = torch.where(has_row, p[at], 0)
     sums = torch.stack([p.exp_().sum(1), target])
     if group is not None:
         dist.all_reduce(sums, group=group)
-    whole, target = sums
-    loss = torch.where(counts, whole.log() - target, 0)
-    gradient = p.mul_((counts / whole)[:, None]).to(dtype)
+    total, target = sums
+    loss = torch.where(counts, total.log() - target, 0)
+    gradient = p.mul_((counts / total)[:, None]).to(dtype)
     # In float32: bfloat16 has no number between a probability of 0.998 and 1.
-    gradient[at] = torch.where(own, target.exp() / whole - 1, gradient[at]).to(dtype)
+    of_label = target.exp() / total - 1
+    gradient[at] = torch.where(has_row, of_label, gradient[at]).to(dtype)
     return loss, gradient
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Compute the gradients for h [T, F] and weight [V, F] of one dtype in forward.
+    """Return the summed loss and the losses of the tokens [T], given h [T, F] and weight
+    [V, F] of the same dtype.
 
-    Backward scales them, once.
+    Forward computes both gradients. Backward scales them, and can run only once.
     """
 
     @staticmethod
@@ -175,14 +180,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         h_gradient = torch.empty_like(h)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(h), chunk):
-            some = slice(start, start + chunk)
-            losses[some], gradient = of_chunk(h[some], weight, labels[some])
-            torch.mm(gradient, weight, out=h_gradient[some])
+            tokens = slice(start, start + chunk)
+            losses[tokens], gradient = of_chunk(h[tokens], weight, labels[tokens])
+            torch.mm(gradient, weight, out=h_gradient[tokens])
             if weight.dtype == torch.float32:
-                weight_gradient.addmm_(gradient.T, h[some])
+                weight_gradient.addmm_(gradient.T, h[tokens])
             else:
-                weight_gradient += gradient.T @ h[some]
-            del gradient  # the next chunk's logits take its place
+                weight_gradient += gradient.T @ h[tokens]
+            del gradient  # frees the memory for the next chunk's logits
         ctx.gradients = (h_gradient, weight_gradient)
         ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(losses)

@@ -1,5 +1,5 @@
-"""All models use TorchTitan's adapter for Hugging Face's weight format, with fixes;
-folders are checked before a load.
+"""TorchTitan's adapter for Hugging Face's weight format, with fixes, and a check of
+folders before a load.
 """
 
 import json
@@ -21,19 +21,19 @@ OUTPUT_LAYER = "lm_head.weight"
 
 
 class HfAdapter(StateDictAdapter):
-    """Extend TorchTitan's adapter so that its plan of output files always fits the
-    model.
+    """TorchTitan's adapter, whose plan of output files always fits the model.
 
-    TorchTitan takes the plan from ``model.safetensors.index.json`` in the assets
-    folder. On the hub, it may list an ``lm_head.weight`` that a tied model does not
-    save: 0.2.2 would write one without values, and no reader opens that file. If a
-    weight is missing from the index, the save at the end of training would fail.
+    TorchTitan reads the plan from ``model.safetensors.index.json`` in the assets folder.
+    An index on the hub may list an ``lm_head.weight`` that a tied model does not save:
+    TorchTitan 0.2.2 would write it without values, and no reader could open the file. If
+    a weight is missing from the index, the save at the end of training would fail.
     """
 
     model_cls: type[DispModel]
     transformers_class: str  # such as "Qwen3ForCausalLM"
-    embedding: str  # Hugging Face's name of the tokens' embedding
-    # Transformers', for keys of ``architecture`` that a config.json may omit
+    embedding: str  # Hugging Face's name of the token embedding
+    # The defaults of transformers for keys of ``architecture`` that a config.json may
+    # omit
     defaults: dict[str, Any]
     fqn_to_index_mapping: dict[Any, int] | None
 
@@ -55,34 +55,31 @@ class HfAdapter(StateDictAdapter):
             self.fqn_to_index_mapping = {name: listed[name] for name in names}
 
     def architecture(self) -> dict[str, Any]:
-        """Return the keys of config.json that describe the network: an export writes
-        them, an import compares them.
+        """Return the keys and values of config.json that describe the network. An export
+        writes them, and an import compares them.
         """
         raise NotImplementedError
 
     def extras(self) -> dict[str, Any]:
-        """Return the other keys that an export writes to config.json.
-
-        An import does not need them.
+        """Return further keys and values that an export writes to config.json. An import
+        ignores them.
         """
         return {}
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json with the keys of ``architecture``, whichever way the file
-        spells them.
+        """Return a config.json with all keys of ``architecture``, which files may omit or
+        call by other names.
         """
         return self.defaults | config
 
     def canonical(self, name: str) -> str:
-        """Return the name that ``to_hf`` gives to the weight that a file calls
-        ``name``.
-        """
+        """Return the name in ``to_hf`` of the weight that is called ``name`` in a file."""
         return name
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all weights by their Hugging Face names.
+        """Return the shapes of all weights, by their Hugging Face names.
 
-        A tied embedding appears once.
+        A tied embedding is included once.
         """
         with torch.device("meta"):
             model = self.model_cls(self.model_args)
@@ -93,10 +90,10 @@ class HfAdapter(StateDictAdapter):
 
 
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
-    """Check that ``checkpoint.initial_load_in_hf`` can load a folder, or raise
-    ConfigError.
+    """Raise ConfigError if ``checkpoint.initial_load_in_hf`` cannot load a folder.
 
-    Headers decide, and the values of the output layer if config.json ties it.
+    This reads config.json and the headers of the weights. If config.json ties the output
+    layer, it also reads the values of the output layer and of the embedding.
     """
     folder = Path(folder)
     where = f"checkpoint.initial_load_in_hf: {str(folder)!r}"
@@ -137,8 +134,10 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
 
 
 def stored_weights(folder: Path, adapter: HfAdapter, where: str) -> dict[str, Any]:
-    """Return the weights in a folder's files by their canonical names, as slices, which
-    are read when they are indexed. Raise ConfigError if a header is damaged.
+    """Return the weights in a folder's files, by their canonical names.
+
+    Each is a slice, which reads values only when it is indexed. Raises ConfigError if a
+    header is damaged.
     """
     stored = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -153,8 +152,8 @@ def stored_weights(folder: Path, adapter: HfAdapter, where: str) -> dict[str, An
 
 
 def has_own_output(stored: dict[str, Any], adapter: HfAdapter) -> bool:
-    """Return whether ``stored_weights`` have an output layer other than a copy of their
-    embedding.
+    """Return whether the weights have an output layer that is not a copy of their
+    embedding. ``stored`` is the result of ``stored_weights``.
     """
     if not {OUTPUT_LAYER, adapter.embedding} <= stored.keys():
         return False
@@ -162,8 +161,8 @@ def has_own_output(stored: dict[str, Any], adapter: HfAdapter) -> bool:
 
 
 def check_weights(stored: dict[str, Any], adapter: HfAdapter, where: str) -> None:
-    """Check that ``stored_weights`` are all weights, by their shapes, or raise
-    ConfigError.
+    """Raise ConfigError if a weight is missing or has a wrong shape. ``stored`` is the
+    result of ``stored_weights``.
     """
     wanted = adapter.weight_shapes()
     if missing := sorted(wanted.keys() - stored.keys()):

@@ -20,9 +20,10 @@ from titan_disp.models.qwen3 import (
 
 @dataclass
 class LlamaDispModelArgs(Qwen3DispModelArgs):
-    """The defaults are those of SmolLM2. (Only its size 1.7B has another rope_theta.)
+    """The arguments of a Llama. The defaults are those of SmolLM2, except for the
+    rope_theta of its size 1.7B.
 
-    Weights are initialized as in Qwen3, and so in TorchTitan's Llama 3.
+    Weights are initialized as in Qwen3 and in TorchTitan's Llama 3.
     """
 
     head_dim: int = 64
@@ -32,15 +33,15 @@ class LlamaDispModelArgs(Qwen3DispModelArgs):
     rope_theta: float = 100000
     enable_weight_tying: bool = True
     qk_norm: bool = False
-    # Llama 3.1 divides the low frequencies of its rotary embeddings by this, for longer
-    # sequences than it was first trained on. 1 leaves them as they are.
+    # Llama 3.1 divides the low frequencies of its rotary embeddings by this factor, for
+    # longer sequences than it was first trained on. With 1, they stay unchanged.
     rope_factor: float = 1.0
 
 
-# Tokens of a sequence before Llama 3.1 was trained on longer ones. This and the other
-# numbers of its scaling are TorchTitan's defaults (``RoPEScalingArgs``).
+# The tokens per sequence in the first part of Llama 3.1's training. This and the other
+# numbers of the scaling are TorchTitan's defaults (``RoPEScalingArgs``).
 ORIGINAL_SEQ_LEN = 8192
-LLAMA_3_SCALING = {  # as config.json spells it, without the factor
+LLAMA_3_SCALING = {  # in config.json, without the factor
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -56,17 +57,17 @@ _nano = LlamaDispModelArgs(  # 0.4 M parameters: for tests on a CPU
     head_dim=16,
     vocab_size=2048,
 )
-SIZES_OF_LLAMA_3: dict[str, Any] = {  # arguments that are the same for all of them
+SIZES_OF_LLAMA_3: dict[str, Any] = {  # the arguments that all Llama 3 sizes share
     "n_kv_heads": 8,
     "vocab_size": 128256,
     "max_seq_len": 131072,
     "rope_theta": 500000,
 }
 
-# In ascending order, by their names on the hub. The numbers are those of
-# HuggingFaceTB/SmolLM2-*, TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T and
-# meta-llama/Llama-*, by copies and from memory: config.json on the hub was not read. An
-# import refuses a folder whose config.json differs.
+# In ascending order, by their names on the hub. The numbers of HuggingFaceTB/SmolLM2-*,
+# TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T and meta-llama/Llama-* are from
+# copies and from memory, and were not compared with config.json on the hub. An import
+# refuses a folder whose config.json differs.
 flavors = Flavors(
     {
         "nano": _nano,
@@ -132,8 +133,8 @@ class LlamaDispModel(Qwen3DispModel):
     model_args: LlamaDispModelArgs
 
     def _precompute_rope_cache(self) -> Tensor:
-        """Return cosines and sines, [max_seq_len, 2 · head_dim] float32, in the layout
-        of TorchTitan's Qwen3, which is Hugging Face's.
+        """Return cosines and sines, float32 [max_seq_len, 2 · head_dim]. TorchTitan's
+        Qwen3 and Hugging Face have the same layout.
         """
         args = self.model_args
         # [max_seq_len, head_dim / 2] complex. A factor of 1 changes nothing.
@@ -151,7 +152,7 @@ class LlamaHfAdapter(Qwen3HfAdapter):
     model_args: LlamaDispModelArgs
     transformers_class = "LlamaForCausalLM"
     model_type = "llama"
-    defaults = {  # of transformers, for keys that a config.json leaves out
+    defaults = {  # the defaults of transformers, for keys that a config.json omits
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "rope_scaling": None,
@@ -172,16 +173,15 @@ class LlamaHfAdapter(Qwen3HfAdapter):
         trained = self.model_args.max_seq_len
         positions = trained
         if self.model_args.rope_factor != 1:
-            # transformers warns unless scaling leads beyond the original length.
+            # Otherwise, transformers warns that this is not above the original length.
             positions = max(trained, 2 * ORIGINAL_SEQ_LEN)
         return {
             "max_position_embeddings": positions,
-            "trained_seq_len": trained,  # titan-disp's own key
+            "trained_seq_len": trained,  # a key of titan-disp
         }
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        # Without the two sizes, which the model's are compared with, config.json is
-        # refused later.
+        # If config.json lacks a size, the comparison with the model refuses it later.
         heads = config.get("num_attention_heads", 1)
         implied = {
             "num_key_value_heads": heads,

@@ -1,4 +1,4 @@
-"""All models are parallelized in this order: TP, tying, CP, activation checkpointing,
+"""Parallelize a model, in this order: TP, weight tying, CP, activation checkpointing,
 compile, FSDP2 or HSDP.
 
 TorchTitan 0.2.2's order fails for tied embeddings: TP replaces both parameters, which
@@ -44,11 +44,11 @@ def parallelize_model(
     apply_tp: ApplyTP,
     saved_ops: Collection[torch._ops.OpOverload],
 ) -> nn.Module:
-    """Apply everything that the config asks for to a model on the meta device, in
-    place.
+    """Return the model, which is on the meta device, parallelized in place as the config
+    says.
 
-    The config must have passed ``checks.check_config``, which refuses
-    combinations that do not work.
+    ``checks.check_config`` must have accepted the config. It refuses combinations that
+    do not work.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")
@@ -89,11 +89,10 @@ def parallelize_model(
 
 
 class LocalHeads(nn.Module):
-    """Run attention on this rank's own heads of q, k, v [B, heads, N, head_dim], over
-    which TP shards. Nothing is sent.
+    """Attention on this rank's heads of q, k, v [B, heads, N, head_dim], as plain tensors.
 
-    torch's context parallelism and flex attention take plain tensors, and its attention
-    on a CPU has no sharding strategy for DTensors.
+    TP shards the heads, so nothing needs to be sent. torch's context parallelism and flex
+    attention do not support DTensors, nor does its attention on a CPU.
     """
 
     def __init__(self, attention: nn.Module) -> None:
@@ -108,25 +107,28 @@ class LocalHeads(nn.Module):
 
 
 def _attentions(model: DispModel) -> list[Any]:
-    """Return each block's attention, whose ``inner_attention`` can be replaced."""
+    """Return the attention module of each block."""
     return [block.attention for block in model.layers.values()]
 
 
 def _apply_fsdp(
     model: DispModel, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> None:
-    hybrid = parallel_dims.dp_replicate_enabled
+    dimensions = ["fsdp"]
+    name = "FSDP"
+    if parallel_dims.dp_replicate_enabled:
+        dimensions = ["dp_replicate", "fsdp"]
+        name = "HSDP"
+    offload: OffloadPolicy = OffloadPolicy()
+    if job_config.training.enable_cpu_offload:
+        offload = CPUOffloadPolicy()
     config: dict[str, Any] = {
-        "mesh": parallel_dims.get_mesh(
-            ["dp_replicate", "fsdp"] if hybrid else ["fsdp"]
-        ),
+        "mesh": parallel_dims.get_mesh(dimensions),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
         ),
-        "offload_policy": CPUOffloadPolicy()
-        if job_config.training.enable_cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": offload,
         "shard_placement_fn": _columns_where_rows_are_uneven,
     }
     policy = job_config.parallelism.fsdp_reshard_after_forward
@@ -137,8 +139,8 @@ def _apply_fsdp(
         head = [*model.embeddings, *head]  # the shared parameter has one owner
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
-    # Backward starts with this group, so resharding it after forward would only gather
-    # it twice. The loss of a chunked head reads the weight after the forward.
+    # Backward begins with this group: if it were resharded after forward, it would be
+    # gathered again at once. The loss of a chunked head reads the weight after forward.
     fully_shard(
         head,
         reshard_after_forward=policy == "always"
@@ -148,16 +150,16 @@ def _apply_fsdp(
     fully_shard(model, **config)
     # The objective divides by the global number of valid tokens; FSDP must only sum.
     disable_fsdp_gradient_division(model)
-    logger.info(f"Applied {'HSDP' if hybrid else 'FSDP'} to the model")
+    logger.info(f"Applied {name} to the model")
 
 
 def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
-    """Shard columns if TP has divided the rows unevenly, such as GPT-2's 50,257 tokens;
-    else FSDP shards rows.
+    """Return a placement that shards columns if TP has divided the rows unevenly, as with
+    GPT-2's 50,257 tokens. None: FSDP shards rows.
 
-    DTensor (torch 2.13) assumes that TP divides the rows of every FSDP shard as it
-    divides all rows. On the last of 8 shards, 2 TP ranks have 3135 + 3141 of the 50,257
-    rows: initial weights and checkpoints would mix rows up.
+    DTensor (torch 2.13) assumes that TP divides the rows of each FSDP shard in the same
+    proportion as all rows. But in the last of 8 shards of the 50,257 rows, 2 TP ranks have
+    3135 and 3141 rows: initial weights and checkpoints would mix up rows.
     """
     if isinstance(param, DTensor):
         for degree, placement in zip(

@@ -36,7 +36,7 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
     }
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        # As TorchTitan 0.2.2's Qwen3.
+        # The same as in TorchTitan 0.2.2's Qwen3
         if len(shape) == 1:
             return Initial(mean=1.0)  # every vector in Qwen3 is an RMSNorm weight
         if name in ("tok_embeddings.weight", "output.weight"):
@@ -44,7 +44,9 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
                 return Initial(std=1.0)
             std = self.dim**-0.5
             return Initial(std=std, cut=3 * std)
-        layer = int(name.split(".")[1]) if self.depth_init else self.n_layers - 1
+        layer = self.n_layers - 1
+        if self.depth_init:
+            layer = int(name.split(".")[1])
         if name.endswith(("wo.weight", "w2.weight", "w3.weight")):
             return Initial(std=0.02 / (2 * (layer + 1)) ** 0.5, cut=2.0)
         return Initial(std=0.02, cut=2.0)
@@ -55,17 +57,18 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         q = self.n_heads * self.head_dim
         kv = self.n_kv_heads * self.head_dim
         copies = 3 if self.qk_norm else 2
+        reduced = 2 * d / tp if tp > 1 else 0
         return {
             # Both residuals; both normalized inputs; q and k before their norm, if they
             # have one; q, k, v and the attention's output; w1's output, its SiLU, w3's
-            # output and their product.
+            # output and the product of the last two
             "none": 2 * d / tp + 2 * d + (copies * (q + kv) + 4 * h) / tp,
-            # The block's input, the attention's output and every second product (q, v,
-            # w1, w2) are kept. Under TP, w2's output is a partial sum over the whole
-            # sequence, and both reduce-scattered results are kept too.
-            "op": d / tp + (2 * q + kv + h) / tp + d + (2 * d / tp if tp > 1 else 0),
+            # The block's input, the attention's output, and every second matrix product
+            # (q, v, w1, w2). Under TP, w2's output is a partial sum over the whole
+            # sequence; both reduce-scattered results are saved too.
+            "op": d / tp + (2 * q + kv + h) / tp + d + reduced,
             "full": d / tp,
-            # In the feed-forward: of its output and of what is multiplied in it.
+            # Gradients of the feed-forward's output and of the two factors in it
             "gradients": d + 2 * h / tp,
         }
 
@@ -90,11 +93,11 @@ flavors = Flavors(
             enable_weight_tying=True,
         ),
         "debugmodel": _like_torchtitan("debugmodel"),
-        # For a preflight of untied models on a CPU.
+        # For a preflight of untied models on a CPU
         "debugmodel_untied": _like_torchtitan("debugmodel", enable_weight_tying=False),
         "0.6B": _like_torchtitan("0.6B"),
-        # The model that the authors' TorchTitan fork trained: by accident, as they say,
-        # FSDP untied the embedding.
+        # The model that the authors trained with their TorchTitan fork. They write that
+        # FSDP untied the embedding by accident.
         "0.6B_untied": _like_torchtitan("0.6B", enable_weight_tying=False),
         **{name: _like_torchtitan(name) for name in ("1.7B", "4B", "8B", "14B", "32B")},
     }
@@ -133,12 +136,12 @@ def apply_tp(
         parallel_dims.get_mesh("tp"),
         loss_parallel=not job_config.parallelism.disable_loss_parallel,
         # Rowwise float8 recipes all-gather in high precision, so they use ordinary TP.
-        # TorchTitan 0.2.2 looks for "float8", which no converter is called
+        # TorchTitan 0.2.2 looks for a converter called "float8", which does not exist.
         enable_float8_tensorwise_tp="quantize.linear.float8"
         in job_config.model.converters
         and recipe not in ("rowwise", "rowwise_with_gw_hp"),
         enable_async_tp=job_config.parallelism.enable_async_tensor_parallel,
-        # Whether there are positions
+        # The plan needs to know whether the blocks get positions.
         cp_enabled=parallel_dims.cp_enabled or model.model_args.restart_positions,
     )
 
@@ -167,14 +170,14 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
             "num_attention_heads": args.n_heads,
             "num_key_value_heads": args.n_kv_heads,
             "head_dim": args.head_dim,
-            "rms_norm_eps": args.norm_eps,  # of queries and keys too
-            # At the top level, as in Qwen's own files: transformers 4.51 to 5 read it
+            "rms_norm_eps": args.norm_eps,  # for queries and keys too
+            # At the top level, as in Qwen's files: transformers 4.51 to 5 read it there.
             "rope_theta": args.rope_theta,
             "tie_word_embeddings": args.enable_weight_tying,
         }
 
     def extras(self) -> dict[str, Any]:
-        # transformers 4.51 warns if sliding_window is absent
+        # transformers 4.51 warns if sliding_window is missing.
         return {
             "max_position_embeddings": self.model_args.max_seq_len,
             "sliding_window": None,
@@ -182,10 +185,10 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
 
     def stated(self, config: dict[str, Any]) -> dict[str, Any]:
         config = super().stated(config)
-        # transformers 5 writes the first, earlier releases the second
+        # transformers 5 writes rope_parameters, and earlier releases write rope_scaling.
         rope = config.get("rope_parameters") or config["rope_scaling"] or {}
         config["rope_theta"] = rope.get("rope_theta", config.get("rope_theta"))
-        # A type of "default" is none
+        # The type "default" means no scaling.
         config["rope_scaling"] = {
             key: value
             for key, value in rope.items()

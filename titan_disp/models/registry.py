@@ -1,6 +1,6 @@
-"""These are the models that a config can name.
+"""The models that a config can name.
 
-A new model is a file and an entry in ``MODELS``.
+To add a model, write a file and add an entry to ``MODELS``.
 """
 
 from collections.abc import Collection
@@ -20,15 +20,15 @@ from titan_disp.tables import Written
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """An entry is what the rest of titan-disp knows of a model."""
+    """A model, as the rest of titan-disp uses it."""
 
     name: str  # model.name in a config
-    title: str  # for people
-    # in ascending order: a preflight without an accelerator takes the first that fits
+    title: str  # the name in texts
+    # By size, ascending: a preflight without an accelerator takes the first that fits.
     flavors: Flavors
     adapter: type[HfAdapter]  # converts weights to and from transformers
     apply_tp: ApplyTP  # applies the tensor-parallel plan in place
-    # Whose outputs selective activation checkpointing keeps
+    # The operations whose outputs selective activation checkpointing stores
     saved_ops: Collection[torch._ops.OpOverload]
 
     @property
@@ -68,27 +68,25 @@ MODELS: dict[str, ModelEntry] = {
 
 
 def find_model(name: str) -> ModelEntry:
-    """Return the model that ``model.name`` names, or raise ConfigError."""
+    """Return the model with this ``model.name``, or raise ConfigError."""
     if name not in MODELS:
-        known = " or ".join(f'"{known}"' for known in MODELS)
+        names = " or ".join(f'"{model}"' for model in MODELS)
         raise ConfigError(
-            f"model.name is {name!r}, expected {known}{did_you_mean(name, MODELS)}"
+            f"model.name is {name!r}, expected {names}{did_you_mean(name, MODELS)}"
         )
     return MODELS[name]
 
 
 def model_args(name: str, flavor: str, overrides: Written = ()) -> DispModelArgs:
-    """Return a copy of the arguments that the keys of [model] describe, or raise
-    ConfigError.
-    """
+    """Return new arguments, given the keys of [model], or raise ConfigError."""
     args: DispModelArgs = find_model(name).flavors[flavor]
     apply_overrides(args, overrides)
     return args
 
 
 def args_of(job_config: JobConfig) -> DispModelArgs:
-    """Return the ``model_args`` of a config, before TorchTitan's
-    ``update_from_config``.
+    """Return the ``model_args`` of a config, to which ``update_from_config`` was not yet
+    applied.
     """
     model = job_config.model
     return model_args(model.name, model.flavor, model.overrides)

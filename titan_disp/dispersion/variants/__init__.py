@@ -1,8 +1,8 @@
-"""The variants of the loss, and how one is built from its name and its options.
+"""The variants of the loss. ``build_variant`` builds one from its name and options.
 
-Those in ``paper`` and ``l2_repel`` are the paper's (arXiv 2602.00217, Table 1). Those in
-``others`` are of other papers, to compare with. A variant that is not in ``VARIANTS`` is
-named by its path, "package.module:Class".
+The variants in ``paper`` and ``l2_repel`` are from the paper (arXiv 2602.00217, Table
+1). The variants in ``others`` are from other papers, for comparison. The name of a
+variant outside of this package is its path, "package.module:Class".
 """
 
 from collections.abc import Mapping
@@ -54,12 +54,15 @@ def options_of(variant: type[Variant]) -> list[str]:
 
 @cache
 def users_of(option: str) -> list[str]:
-    """Return the names of the ``VARIANTS`` that have this option."""
+    """Return the names of the variants in ``VARIANTS`` with this option."""
     return [name for name, variant in VARIANTS.items() if option in options_of(variant)]
 
 
 def find_variant(name: str) -> type[Variant]:
-    """Return the class of a variant, or raise ValueError."""
+    """Return the class of a variant, given a name in ``VARIANTS`` or a path.
+
+    Raises ValueError if there is no such class, or it is not a variant.
+    """
     if name in VARIANTS:
         return VARIANTS[name]
     module, colon, attribute = name.partition(":")
@@ -88,7 +91,7 @@ def find_variant(name: str) -> type[Variant]:
             f"{attribute}{did_you_mean(attribute, vars(imported))}"
         )
     is_variant = isinstance(variant, type) and issubclass(variant, Variant)
-    # A decorated base class does not make a dataclass of this one.
+    # ``is_dataclass`` would be true for an undecorated subclass of a dataclass.
     if not (is_variant and "__dataclass_fields__" in vars(variant)):
         raise ValueError(
             f"variant is {name!r}, which is {variant!r}, expected a class that extends "
@@ -108,9 +111,9 @@ def build_variant(
 
     Args:
         name: as ``find_variant`` takes it.
-        keys: the options that are attributes of ``DispersionLoss``, with their values.
-            The variant takes those that it has a field for.
-        defaults: of ``keys``.
+        keys: the values of the options that are attributes of ``DispersionLoss``. The
+            variant gets the values for which it has a field.
+        defaults: the defaults of ``keys``.
         options: the values of the variant's other fields.
 
     Raises:
@@ -123,7 +126,7 @@ def build_variant(
         if is_key and field.default not in (MISSING, defaults[field.name]):
             raise ValueError(
                 f"variant {name!r} has the default {field.name} = {field.default}, "
-                f"but that of the key is {defaults[field.name]}: "
+                f"but the key has the default {defaults[field.name]}: "
                 "leave the default out, or give the field another name"
             )
     table = {field.name: field for field in fields(variant) if field.name not in keys}
@@ -142,7 +145,7 @@ def build_variant(
         if field.name not in values and not has_default:
             raise ValueError(
                 f"options.{field.name} is not set, "
-                f"and variant {name!r} has no default of it: set it"
+                f"and variant {name!r} has no default for it: set it"
             )
     try:
         return variant(**values)
@@ -158,10 +161,10 @@ def build_variant(
 
 
 def checked(name: str, value: Any, field: Field[Any]) -> Any:
-    """Return a value in the type of its field, if this is one of ``TYPE_NAMES``.
+    """Return the value, converted to the type of its field.
 
-    The value of a field of another type is returned as it is. Raises ValueError, which
-    calls the value ``name``, if it does not fit.
+    A value is checked and converted only if the type is in ``TYPE_NAMES``. Raises
+    ValueError if the value does not fit; ``name`` is the option's name in the message.
     """
     for type_, expected in TYPE_NAMES.items():
         # A module may have its annotations as text.

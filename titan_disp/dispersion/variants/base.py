@@ -1,9 +1,8 @@
-"""This module defines what every variant of the loss implements, and what the kinds of
-variants share.
+"""The base classes of all variants of the loss.
 
-A loss is a function of the cosines of pairs (``CosineVariant``), of the tokens' second
-moments (``MomentsVariant``), or plain autograd code over all tokens
-(``AutogradVariant``). docs/losses.md shows how to write one.
+A loss is a function of the cosines of pairs (``CosineVariant``), a function of the
+tokens' second moments (``MomentsVariant``), or plain autograd code over all tokens
+(``AutogradVariant``). docs/losses.md shows how to write a variant.
 """
 
 import math
@@ -34,15 +33,18 @@ from titan_disp.dispersion.moments import (
 from titan_disp.dispersion.pairwise import PairFunction, pair_sums
 from titan_disp.dispersion.vectors import UNIT_EPS, Gradient, Normalized, Raw, Units
 
-LARGE_FIT_ERROR = 0.1  # about the relative error of the gradient, by docs/loss.md
+# docs/loss.md: the error of the slopes is about the relative error of the gradient.
+LARGE_FIT_ERROR = 0.1
 
-# exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35); otherwise a sum of such
+# exp(−1/τ) must be a normal fp32 number (exp(−80) ≈ 2e−35). Otherwise, a sum of such
 # numbers could underflow to 0.
 MIN_TAU = 1.0 / 80.0
 
 
 def bad_fit(error: float) -> str | None:
-    """Return a warning if the error of the moments' slopes is large."""
+    """Return a warning if the moments estimator fits slopes with a large relative error;
+    None otherwise.
+    """
     if error <= LARGE_FIT_ERROR:
         return None
     return (
@@ -62,23 +64,24 @@ def check_tau(tau: float) -> None:
 
 @dataclass(frozen=True)
 class Variant(ABC):
-    """A variant is a frozen dataclass, whose fields are its options."""
+    """A loss. Subclasses are frozen dataclasses, whose fields are the options."""
 
     name: ClassVar[str]  # in ``VARIANTS``
-    estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # which it supports
-    bf16_products: ClassVar[bool] = True  # under AMP
-    linear_in_tokens: ClassVar[bool] = False  # the time of the exact form
-    of_pairs: ClassVar[bool] = False  # so that it can take those within segments alone
+    estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # the supported ones
+    bf16_products: ClassVar[bool] = True  # whether AMP may round the tokens to bf16
+    linear_in_tokens: ClassVar[bool] = False  # whether the exact form's time is
+    of_pairs: ClassVar[bool] = False  # whether it can take only pairs within segments
 
     @abstractmethod
     def exact(self, layers: Layers) -> Tensor:
         """Return the loss over all pairs of the tokens, [L, B]."""
 
     def moments(self, layers: Layers, fit_errors: list[Tensor] | None) -> Tensor:
-        """Return the loss by moments, [L, B].
+        """Return the loss [L, B] with the moments estimator.
 
-        ``fit_errors`` receives the relative error [B] of every layer's fitted slopes.
-        Without it, the host waits for the errors, and a large one is warned of.
+        The relative error [B] of each layer's fitted slopes is appended to
+        ``fit_errors``. Without the list, the host waits for the errors, and warns if one
+        is large.
         """
         raise NotImplementedError
 
@@ -87,12 +90,11 @@ class Variant(ABC):
 class CosineVariant(Variant):
     """The loss is a function of S = Σ_{i≠j} w(c_ij), where c_ij is the cosine of two
     tokens' unit vectors.
-
-    If w is itself a quadratic, b c + ½ d c², name (b, d): the exact form then takes
-    time linear in N where F < N.
     """
 
     of_pairs: ClassVar[bool] = True
+    # If w is the quadratic b c + ½ d c², set this to (b, d): where F < N, the exact form
+    # then takes time linear in N.
     quadratic: ClassVar[tuple[float, float] | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -101,35 +103,34 @@ class CosineVariant(Variant):
     @property
     @abstractmethod
     def pair(self) -> PairFunction:
-        """Return w and r = dw/dc.
+        """The pair function, which returns w and r = dw/dc.
 
-        Equal options give the same object, so that its compiled code is reused.
+        It should be the same object for equal options, so that compiled code is reused.
         """
 
     @cached_property
-    # Also of a variant whose ``pair`` is another object every time
+    # One object per variant, even if ``pair`` returns a new object every time
     def _pair(self) -> PairFunction:
         return self.pair
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes but ``_pair``: local functions cannot be pickled."""
+        """Return all attributes except ``_pair``: local functions cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_pair"}
 
     def units(self, z: Tensor) -> Units:
-        """Return z [B, n, F] with the scales that make unit vectors of its tokens. By
-        default, u = z / (‖z‖ + UNIT_EPS).
-        """
+        """Return the unit vectors of z [B, n, F], by default u = z / (‖z‖ + UNIT_EPS)."""
         return Normalized(z, UNIT_EPS)
 
     def normalize(self, sums: Tensor, pairs: Count) -> Tensor:
-        """Return the loss [L, B], given S [L, B] and the number of pairs i ≠ j, per
-        sequence or [L, B]. By default, it is the mean of w over the pairs.
+        """Return the loss [L, B], by default the mean of w over the pairs i ≠ j.
+
+        ``sums`` is S [L, B]. ``pairs`` is the number of pairs: an int, [B] or [L, B].
         """
         return sums / pairs
 
     def exact(self, layers: Layers) -> Tensor:
         is_linear = self.quadratic is not None and max(layers.features) < layers.length
-        if is_linear and not layers.segmented:  # moments do not tell segments apart
+        if is_linear and not layers.segmented:  # moments mix the segments
             return self.of_quadratic(layers, self._same_for_all)
 
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
@@ -167,10 +168,10 @@ class CosineVariant(Variant):
         return losses
 
     def _same_for_all(self, tokens: UnitTokens) -> Quadratic:
-        """Return the ``quadratic`` of the class, for all tokens."""
+        """Return the ``quadratic`` of the class, the same for all tokens."""
         assert self.quadratic is not None
-        # These are filled on the device. With torch.tensor, the host would wait for the
-        # copy.
+        # new_full fills these on the device. With torch.tensor, the host would wait for
+        # a copy.
         parts = (
             tokens.u.new_full((len(tokens.u), 1, 1), value)
             for value in (0.0, *self.quadratic)
@@ -180,8 +181,10 @@ class CosineVariant(Variant):
     def of_quadratic(
         self, layers: Layers, quadratic: Callable[[UnitTokens], Quadratic]
     ) -> Tensor:
-        """Return the loss [L, B] in time linear in the tokens, as if w were a quadratic
-        function of c, which ``quadratic`` returns for each token.
+        """Return the loss [L, B] in time linear in the tokens.
+
+        w is replaced by the quadratic functions of c that ``quadratic`` returns for each
+        token.
         """
 
         def of_rank(z: Tensor, mask: TokenMask | None) -> Result:
@@ -198,26 +201,26 @@ class CosineVariant(Variant):
 
 @dataclass(frozen=True)
 class MomentsVariant(Variant):
-    """The loss is a function of s = Σ u_i [B, F] and M = Σ u_i u_iᵀ [B, F, F] in plain
-    autograd code, with n tokens.
+    """The loss is plain autograd code, and a function of s = Σ u_i [B, F], M = Σ u_i u_iᵀ
+    [B, F, F] and the number of tokens.
 
-    Its time is linear in the tokens. It holds F² numbers per sequence. Of the tokens, a
-    rank needs only its own:
+    It takes time linear in the tokens, and memory for F² numbers per sequence. A rank
+    needs only its own tokens:
 
         ∂L/∂u_i = ∂L/∂s + (∂L/∂M + (∂L/∂M)ᵀ) u_i
     """
 
     linear_in_tokens: ClassVar[bool] = True
-    # Whether to take tokens relative to their mean: of a loss that this does not
-    # change, it keeps the digits.
+    # Whether the mean of the tokens is subtracted first. This avoids rounding errors, if
+    # it does not change the loss.
     centred: ClassVar[bool] = False
 
     @abstractmethod
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
-        """Return the loss [B], given s, M and n [B]."""
+        """Return the loss [B], given s, M and the number of tokens [B]."""
 
     def units(self, z: Tensor) -> Units:
-        """Return the vectors u of z [B, n, F]: ``Raw``, z itself, or ``Normalized``."""
+        """Return the vectors u of z [B, n, F], by default z itself (``Raw``)."""
         return Raw(z)
 
     def exact(self, layers: Layers) -> Tensor:
@@ -243,20 +246,21 @@ class MomentsVariant(Variant):
             of_u = grad.add_(of_s[:, None])
             return value, units.gradient(of_u.mul_(units.scale))
 
-        # every rank has the moments of all tokens, and so the whole loss
+        # Every rank has the moments of all tokens, and therefore the whole loss.
         return layers.each(of_rank)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a loss may need to know besides the tokens.
+    """The arguments of a loss besides the tokens.
 
     (Labels and segments of the tokens would be further fields.)
     """
 
-    step: int  # completed training steps
-    layer: int  # the index of the layer among those that are dispersed
-    # ranks that compute this loss together, each for the gradient of its own tokens
+    step: int  # number of completed training steps
+    layer: int  # index of the layer among the layers of the loss
+    # The ranks over which the sequence is sharded. Each computes the whole loss, and the
+    # gradient of its own tokens.
     group: dist.ProcessGroup | None
 
 
@@ -264,21 +268,22 @@ class Context:
 class AutogradVariant(Variant):
     """The loss is plain autograd code over all tokens of a sequence.
 
-    It is slower: products are in float32, and every rank of a sharded sequence computes
-    the whole loss.
+    This is slower than the other types: products are in float32, and every rank of a
+    sharded sequence computes the whole loss.
     """
 
     bf16_products: ClassVar[bool] = False
 
     @abstractmethod
     def loss(self, z: Tensor, valid: Tensor, context: Context) -> Tensor:
-        """Return the loss [B] of z [B, N, F] in float32 (or float64), where valid [B,
-        N] bool says which are tokens.
+        """Return the loss [B].
 
-        z is 0 where there is no token. The loss of a sequence with fewer than two
-        tokens is ignored. The tokens of other ranks are constants. The shards are
-        joined in the order of the ranks: under context parallelism, this is not the
-        order of the tokens in the sequence.
+        Args:
+            z: [B, N, F] in float32 (or float64), 0 at padding. Tokens of other ranks are
+                constants. The shards are concatenated in the order of the ranks, which
+                is not the order of the sequence under context parallelism.
+            valid: bool [B, N], True at tokens. The loss of a sequence with fewer than
+                two tokens is ignored.
         """
 
     def exact(self, layers: Layers) -> Tensor:
@@ -311,8 +316,8 @@ class AutogradVariant(Variant):
 def _differentiated(
     variant: Variant, loss: Callable[[], Tensor], *leaves: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a loss [B] that autograd code computes of leaves [B, …], and its
-    derivatives with respect to these.
+    """Return the value [B] of ``loss()``, and its derivatives with respect to the leaves
+    [B, …].
     """
     batch = len(leaves[0])
     with torch.enable_grad():
@@ -330,7 +335,7 @@ def _differentiated(
         grads = torch.autograd.grad(
             value.sum(), leaves, allow_unused=True, materialize_grads=True
         )
-    # The gradients are overwritten, and may be expanded.
+    # Contiguous, because the caller overwrites the gradients, which may be expanded.
     return value.detach(), tuple(grad.contiguous() for grad in grads)
 
 
@@ -342,14 +347,15 @@ def scatter(s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
 
 
 def off_diagonal(x: Tensor) -> Tensor:
-    """Return x [B, F, F] with 0 in the diagonals."""
+    """Return x [B, F, F] with zeros on the diagonals."""
     return x - torch.diag_embed(x.diagonal(dim1=1, dim2=2))
 
 
 def log_of_mean(mean: Tensor, least: float) -> Tensor:
-    """Return log(mean) of w ≥ ``least``.
+    """Return log(mean), where ``mean`` is a mean of w, and w is at least ``least``.
 
-    If the quadratics of moments give much less than is possible, the loss shows it:
-    it is NaN. Without any pair, it is NaN as well, and filled in later.
+    The moments estimator may return a mean far below ``least``. The result is then NaN,
+    so that the error is noticed. Without pairs, the result is also NaN, and is replaced
+    later.
     """
     return torch.log(mean.where(mean >= least / 2, torch.nan))

@@ -6,16 +6,16 @@ The authors' code takes the mean over all N² pairs, which include each token wi
 
     L = log((N + Σ_{i≠j} exp(−‖z_i − z_j‖²/τ)) / N²) + λ_norm mean(z²)
 
-The N in the numerator bounds the gradients: distant pairs have none. Without it, the
-closest pairs share a gradient of 2‖z_i − z_j‖/τ, however far apart they are.
+The N in the numerator makes the gradient vanish if all pairs are distant. Without the N,
+the closest pairs share a gradient of 2‖z_i − z_j‖/τ, however far apart they are.
 
-Distances are unbounded, so the exponents need a running maximum, kept per sequence.
-With e_ij = −‖z_i − z_j‖²/τ, their maximum M, and w_ij = exp(e_ij − M):
+Distances are unbounded, so a running maximum of the exponents is kept per sequence. With
+e_ij = −‖z_i − z_j‖²/τ, their maximum M, and w_ij = exp(e_ij − M):
 
     A = log Σ_{i≠j} exp(e_ij) = M + log Σ w_ij        ∂A/∂z_i = −4/(τ Σw) Σ_{j≠i} w_ij (z_i − z_j)
 
-A rank sums over its own rows × all columns. The other half of each pair belongs to the
-other token's rank.
+A rank sums over the pairs (i, j) of its own tokens i with all tokens j. The rank of token
+j sums over (j, i).
 """
 
 import math
@@ -67,8 +67,10 @@ class L2Repel(Variant):
         return losses
 
     def normalize(self, sums: Tensor, pairs: Count, tokens: Count) -> Tensor:
-        """Return the log of the mean, given A [L, B] and the numbers of pairs i ≠ j and
-        of tokens per sequence.
+        """Return the log of the mean [L, B], given A [L, B].
+
+        ``pairs`` and ``tokens`` are the numbers of pairs i ≠ j and of tokens per
+        sequence.
         """
         if not self.include_diagonal:
             return sums - _log(pairs, sums)
@@ -96,9 +98,9 @@ def pair_exponents(
 class PairExponents:
     """The running sums of one pass over the pairs of this rank's tokens z [B, n, F].
 
-    z is in the accumulation dtype, and 0 where the mask has no token. The tokens' mean
-    is subtracted from all tokens, which changes no difference: far from the origin,
-    ‖a‖² + ‖b‖² − 2ab and the gradient would lose digits.
+    z is in the accumulation dtype, and 0 at padding. The mean of z is subtracted from all
+    tokens, because ‖a‖² + ‖b‖² − 2ab and the gradient would lose digits far from the
+    origin. Differences of tokens do not change.
     """
 
     shard: Shard  # this rank's tokens i
@@ -120,8 +122,8 @@ class PairExponents:
         self.tau = tau
         self.shard = self.centred(z, marks)
         self.maximum = z.new_full((batch,), limits.min)
-        # Not 0, because its log is infinite, and not so small that 4/(τ·total) is:
-        # tokens may have no pair.
+        # Tokens may have no pair. The total is not 0, whose log is infinite, and is large
+        # enough that 4/(τ·total) is finite.
         self.total = z.new_full((batch,), limits.tiny**0.5)
         self.weights = z.new_zeros(*z.shape[:2], 1)
         self.vectors = torch.zeros_like(z)
@@ -131,10 +133,9 @@ class PairExponents:
         return Shard(Raw(z - self.mean), marks)
 
     def add_pairs_with(self, other: Shard) -> None:
-        """Add all pairs of this rank's tokens with those of a shard.
+        """Add all pairs i ≠ j of this rank's tokens with the tokens of a shard.
 
-        Of the own shard, these are the pairs i ≠ j. A tile above the diagonal then
-        serves both sides.
+        In this rank's own shard, a tile above the diagonal also stands for its transpose.
         """
         for number, where in enumerate(self.shard.blocks):
             rows = self.shard.block(where)
@@ -161,7 +162,10 @@ class PairExponents:
             self.vectors[:, cols.where].baddbmm_(w.transpose(1, 2), rows.x)
 
     def _raise_maximum(self, largest: Tensor) -> None:
-        """Include the largest exponents [B] of a tile, which are −∞ without pairs."""
+        """Raise the running maximum to ``largest`` [B], and rescale the sums.
+
+        ``largest`` is the maximum of a tile, −∞ if it has no pairs.
+        """
         maximum = torch.maximum(self.maximum, largest)
         scale = (self.maximum - maximum).exp()
         self.maximum = maximum
@@ -170,9 +174,7 @@ class PairExponents:
         self.vectors *= scale[:, None, None]
 
     def result(self) -> Result:
-        """Return A [B], and ∂A/∂z of the own tokens relative to this rank's
-        own Σw.
-        """
+        """Return this rank's part of A [B], and its gradient for this rank's tokens."""
         a = self.maximum + self.total.log()
         grad = self.shard.x * self.weights - self.vectors
         grad.mul_((-4.0 / (self.tau * self.total))[:, None, None])
@@ -180,7 +182,7 @@ class PairExponents:
 
 
 def _exponents(rows: Tensor, cols: Tensor, tau: float) -> Tensor:
-    """Return −‖z_i − z_j‖²/τ, [B, m, n], at most 0."""
+    """Return −‖z_i − z_j‖²/τ ≤ 0, [B, m, n]."""
     e = torch.baddbmm(
         rows.square().sum(-1, keepdim=True), rows, cols.transpose(1, 2), alpha=-2.0
     )

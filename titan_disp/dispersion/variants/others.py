@@ -1,4 +1,4 @@
-"""Variants of other papers, to compare with."""
+"""Losses of other papers, for comparison."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ NEAREST_EPS = 1e-8  # added to distances, so that equal tokens have a finite los
 
 
 def identity(c: Tensor) -> tuple[Tensor, Tensor]:
-    """w = c; r = 1."""
+    """Return w = c and r = 1."""
     return c, torch.ones_like(c)
 
 
@@ -45,7 +45,7 @@ class Cosine(CosineVariant):
 
 @functools.cache
 def uniformity_pair(t: float) -> PairFunction:
-    """w = exp(−2t (1 − c)); r = 2t w."""
+    """Return the pair function w = exp(−2t (1 − c)), r = 2t w."""
 
     @in_triton("uniformity_tile", 2.0 * t)
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class Uniformity(CosineVariant):
 
 @functools.cache
 def simctg_pair(margin: float) -> PairFunction:
-    """w = max(0, ρ − 1 + c); r = 1 where w > 0, else 0."""
+    """Return the pair function w = max(0, ρ − 1 + c), r = 1 where w > 0, else 0."""
 
     def pair(c: Tensor) -> tuple[Tensor, Tensor]:
         w = c.add_(margin - 1.0).clamp_min_(0.0)
@@ -119,9 +119,9 @@ class SimCTG(CosineVariant):
 
 @torch.no_grad()
 def nearest(u: Tensor, valid: Tensor) -> Tensor:
-    """Return the index of the token that is nearest to each of the tokens, [B, N].
+    """Return the index of each token's nearest other token, int [B, N].
 
-    ``u`` are their unit vectors, [B, N, F]; ``valid`` is [B, N] bool.
+    ``u`` are the tokens' unit vectors, [B, N, F]; ``valid`` is bool [B, N].
     """
     batch, n, _ = u.shape
     size = max(1, pairwise.TILE_ELEMENTS // max(1, batch * n))
@@ -153,7 +153,7 @@ class FeatureDecorrelation(MomentsVariant):
     """L = mean_{f≠g} r_fg², where r is the Pearson correlation of two features over the
     tokens.
 
-    ``Decorrelation`` has the tokens in the features' place.
+    (``Decorrelation`` takes the correlation of two tokens over the features.)
     """
 
     name: ClassVar[str] = "feature_decorrelation"
@@ -162,8 +162,7 @@ class FeatureDecorrelation(MomentsVariant):
     def loss(self, s: Tensor, m: Tensor, tokens: Tensor) -> Tensor:
         products = scatter(s, m, tokens)
         squares = products.diagonal(dim1=1, dim2=2)
-        # Of a feature that is equal for all tokens, rounding leaves a variance, which
-        # has no meaning.
+        # If a feature is the same for all tokens, its variance is only a rounding error.
         varies = squares > 4 * torch.finfo(m.dtype).eps * m.diagonal(dim1=1, dim2=2)
         scale = torch.where(varies, squares, 1.0).rsqrt() * varies
         r = products * scale[:, :, None] * scale[:, None]

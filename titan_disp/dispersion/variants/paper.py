@@ -1,7 +1,7 @@
-"""Three variants of the paper (arXiv 2602.00217, Table 1) that are functions of cosines.
+"""The paper's three functions of cosines (arXiv 2602.00217, Table 1).
 
-``formula`` defines the angle D and the clamped cosine c̃. ``l2_repel`` is the fourth
-variant.
+``formula`` defines the angle D and the clamped cosine c̃. ``l2_repel`` has the paper's
+fourth variant.
 """
 
 import functools
@@ -25,19 +25,19 @@ from titan_disp.dispersion.vectors import Normalized, Standardized
 
 def slope_of_arccos(c: Tensor) -> Tensor:
     """Return 1/√(1 − c²), in the shape of c."""
-    # 1 − c² = (1 − c)(1 + c) = t + tc: near the bound, squaring c would lose the digits
-    # that matter.
+    # 1 − c² = (1 − c)(1 + c) = t + tc, because near the bound, squaring c would lose
+    # important digits.
     t = 1.0 - c
     return t.addcmul_(t, c).rsqrt_()
 
 
 @dataclass(frozen=True)
 class AngleVariant(CosineVariant):
-    """w is a function of the angle D between unit vectors.
+    """The loss is a mean of w(D), where D is the angle between two unit vectors.
 
-    The clamp is straight-through: beyond the bound, the gradient keeps the slope that
-    it has at the bound. A hard clamp would zero the gradient exactly where tokens have
-    collapsed onto each other.
+    The clamp is straight-through: beyond the bound, the slope is that at the bound. A
+    hard clamp would zero the gradient exactly where tokens have collapsed onto each
+    other.
     """
 
     clamp: float
@@ -59,7 +59,7 @@ class AngleVariant(CosineVariant):
 
 @functools.cache
 def angular_pair(tau: float, clamp: float) -> PairFunction:
-    """w = exp(−D/τ); r = w / (πτ √(1 − c̃²))."""
+    """Return the pair function w = exp(−D/τ), r = w / (πτ √(1 − c̃²))."""
     k = 1.0 / (math.pi * tau)
     bound = bound_of(clamp)
 
@@ -80,7 +80,7 @@ class Angular(AngleVariant):
     """
 
     name: ClassVar[str] = "angular"
-    # w is smooth enough for quadratics
+    # w is smooth enough to be approximated by quadratics.
     estimators: ClassVar[tuple[str, ...]] = ("exact", "moments", "sampled")
 
     tau: float
@@ -99,7 +99,7 @@ class Angular(AngleVariant):
 
 @functools.cache
 def orthogonalization_pair(clamp: float) -> PairFunction:
-    """w = max(0, ½ − D)²; r = 2 max(0, ½ − D) / (π √(1 − c̃²))."""
+    """Return the pair function w = max(0, ½ − D)², r = 2 max(0, ½ − D) / (π √(1 − c̃²))."""
     bound = bound_of(clamp)
 
     @in_triton("orthogonalization_tile", bound)
@@ -124,7 +124,7 @@ class Orthogonalization(AngleVariant):
 
 
 def square(c: Tensor) -> tuple[Tensor, Tensor]:
-    """w = c²; r = 2c."""
+    """Return w = c² and r = 2c."""
     return c.square(), c.mul_(2.0)
 
 

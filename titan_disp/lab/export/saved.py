@@ -18,7 +18,7 @@ from titan_disp import safe_dcp
 from titan_disp.data.tokenizer import AnyTokenizer, check_fits, tokenizer_of_export
 from titan_disp.errors import CheckpointError, ConfigError, counted, reported
 from titan_disp.lab.export.inventory import verify
-from titan_disp.models.arguments import DispModelArgs, architecture_of, named
+from titan_disp.models.arguments import DispModelArgs, architecture_of, text_of_flavor
 from titan_disp.models.decoder import DispModel
 from titan_disp.models.hf import HfAdapter, check_weights, stored_weights
 from titan_disp.models.registry import MODELS, ModelEntry, find_model, model_args
@@ -65,7 +65,9 @@ class SavedModel:
     @property
     def flavor(self) -> str:
         """The flavor and its overrides, for people."""
-        return named(self.config["model"]["flavor"], self.config["model"]["overrides"])
+        return text_of_flavor(
+            self.config["model"]["flavor"], self.config["model"]["overrides"]
+        )
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
         """Return ``override`` or ``model.hf_assets_path``, which may be relative to the

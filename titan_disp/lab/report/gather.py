@@ -24,7 +24,7 @@ from titan_disp.config.load import MODULE
 from titan_disp.data.findings import ledger_lines
 from titan_disp.errors import ConfigError, counted
 from titan_disp.lab.inspection.targets import parse_group
-from titan_disp.models.arguments import named
+from titan_disp.models.arguments import text_of_flavor
 from titan_disp.models.registry import MODELS, model_args
 from titan_disp.run import reader
 from titan_disp.run.history import Attempt, Goodput, attempts, goodputs, trained_nothing
@@ -135,7 +135,7 @@ class RunRecord:
 
     @property
     def model(self) -> str:
-        return f"{self.settings.get('model.name')} {named(str(self.settings.get('model.flavor')), self._overrides)}"
+        return f"{self.settings.get('model.name')} {text_of_flavor(str(self.settings.get('model.flavor')), self._overrides)}"
 
     @cached_property
     def parameters(self) -> int | None:
