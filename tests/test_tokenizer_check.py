@@ -72,7 +72,7 @@ def test_the_separator_of_a_sentencepiece_model(sample, tmp_path):
     ("separator", "message"),
     [
         ("<|endoftxt|>", r"is no token .* \(did you mean <\|endoftext\|>\?\)"),
-        (" the", "is no token of the tokenizer"),
+        (" the", "is not a token of the tokenizer"),
         ("the", "which text can spell, .*: expected a special token"),
     ],
 )
