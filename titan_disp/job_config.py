@@ -297,18 +297,18 @@ class Stream:
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
     """Largest fraction of the data that may be skipped, counted over all ranks. When it
-    next logs, the run stops if more than this fraction of the documents was skipped
-    (after the first 1000), if more than this fraction of the files ended early (and at
-    least 10 per epoch), or if more than this fraction of the bytes of text was lost in
-    both ways. After 1000 bad documents in a row, the rest of a file is skipped, and the
-    file counts as one that ended early, unless the file is itself more than this
-    fraction of the data (or of its source).
+    next logs, the run stops if it has skipped more than this fraction of the documents
+    or of the bytes of text (after the first 1000 documents), or if more than this
+    fraction of the files ended early (and at least 10 per epoch). After 1000 bad
+    documents in a row, the rest of a file is skipped, and the file counts as one that
+    ended early. This does not apply to a file that is itself more than this fraction of
+    the data (or of its source).
     """
 
     left_out: list[str] = key(list)
     """Names of files that are not read, as the log and the messages write them. A run
-    that has begun with these files keeps its positions in all other files, so it can go
-    on after a file was removed or turns out to be bad.
+    can go on after a file was removed or has turned out to be bad: it keeps its
+    positions in all other files.
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")

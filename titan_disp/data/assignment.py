@@ -1,8 +1,7 @@
-"""Which documents each slot reads in each epoch.
+"""``Assignment`` decides which documents each slot reads in each epoch.
 
-``Assignment`` answers this, and nothing here reads a file. The result depends on the
-files, the number of slots, the seed and the epoch. It does not depend on the number of
-ranks.
+Nothing here reads a file. The result depends on the files, the number of slots, the seed
+and the epoch. It does not depend on the number of ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
 into one *run* per slot::
@@ -11,7 +10,7 @@ into one *run* per slot::
     runs    |     slot 0     |     slot 1     |   slot 2   |     of equal length
 
 The length of a file on the line is its size in bytes. If the files of a source hold
-different amounts of text per byte, it is the size times that amount. A rank owns
+different amounts of text per byte, the length is the size times that amount. A rank owns
 neighbouring slots, and therefore one stretch of the line. It reads only the files of
 this stretch, so all ranks together open a file at most files + ranks times.
 
@@ -62,11 +61,11 @@ _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 class Segment:
     """The documents of one file that a slot owns: those whose key is in [low, high)."""
 
-    file: int  # index of the file among those of all sources
+    file: int  # index among the files of all sources
     low: int  # first key, from 0
     high: int  # key after the last one, at most 2⁶⁴
     shift: int  # added to all keys, see ``key``
-    length: int  # on the line, in 1/S byte
+    length: int  # length on the line, in units of 1/S byte
     text: int = 0  # estimated bytes of text
     # Whether the file is divided by blocks. The *units* of the file, each of which one
     # slot owns, are then the visits of its blocks, and otherwise its documents.
@@ -126,8 +125,8 @@ class Run:
 
     @cached_property
     def lengths(self) -> dict[Part, int]:
-        """The length of each part on the line, in 1/S byte. The slot takes text from
-        the parts in this proportion.
+        """The length of each part on the line, in units of 1/S byte. The slot takes text
+        from the parts in this proportion.
         """
         return {
             part: sum(segment.length for segment in segments)

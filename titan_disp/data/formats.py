@@ -285,7 +285,7 @@ def _not_utf_8(error: UnicodeDecodeError) -> Garbage:
 def _parsed(line: bytes) -> Any:
     """Return the value of a JSON line.
 
-    Garbage is raised if it is not JSON, or not UTF-8.
+    Raises Garbage if the line is not JSON, or not UTF-8.
     """
     try:
         # Decoded here, because json would take some bytes for UTF-16 or UTF-32.

@@ -29,7 +29,7 @@ def _hash(*numbers: int) -> int:
 
 
 class Shuffle:
-    """Gives the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
+    """Returns the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
         """The cursor must be at a position that this class has stored, or at the

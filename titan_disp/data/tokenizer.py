@@ -244,9 +244,9 @@ def find_tokenizer(folder: str | Path) -> Path:
         repository = _REPOSITORIES[beginning].format(folder.name)
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
-            f"expected {_EXPECTED}. A model's: hf download {repository} "
-            f"--include 'tokenizer*' --local-dir {folder}. The sample corpus's: "
-            f"titan-disp sample-data {sample}, then {sample}/tokenizer"
+            f"expected {_EXPECTED}. To get a model's: hf download {repository} "
+            f"--include 'tokenizer*' --local-dir {folder}. To get the sample corpus's: "
+            f"titan-disp sample-data {sample}, then set {sample}/tokenizer"
         )
     for name in _HUGGING_FACE_FILES:
         if (folder / name).is_file():

@@ -65,8 +65,8 @@ def tokenizer_warnings(
 
 
 def _chat_token(tokenizer: AnyTokenizer, separator: str) -> str:
-    """Return a sentence about an EOS that ends turns of a chat, or an empty text if EOS
-    ends texts.
+    """Return a sentence about an EOS that ends turns of a chat, or an empty text if it
+    does not, or if ``separator`` replaces it.
     """
     assert tokenizer.eos_id is not None
     eos = "" if separator else tokenizer.id_to_token(tokenizer.eos_id)
@@ -125,8 +125,8 @@ def _no_separator(
 
 
 def _ids_at_intervals(tokenizer: AnyTokenizer, ids: np.ndarray) -> str:
-    """Return a sentence about ids that may be separators: those of special tokens, and
-    the largest.
+    """Return a sentence about ids that may be separators: the ids of special tokens, and
+    the largest id.
     """
     counts = Counter(ids.tolist())
     candidates = {*map(tokenizer.token_to_id, tokenizer.added_tokens()), max(counts)}
