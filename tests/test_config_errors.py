@@ -374,7 +374,7 @@ def test_toml(tmp_path):
             "[budget]\ntokens = 1.5e9",
             r"expected 0 or more tokens \(write 1500000000\)$",
         ),
-        ("[training]\nsteps = 3\nsteps = 4", "a key or a section stands there twice$"),
+        ("[training]\nsteps = 3\nsteps = 4", "a key or a section is defined twice$"),
         ("[training]\ndataset = c4", "Invalid value .*: a text needs straight quotes"),
         ("[stream]\ndocument_mask = 'yes'", r"expected true or false \(write true\)$"),
         (

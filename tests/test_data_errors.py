@@ -547,7 +547,7 @@ def test_parquet_files_without_rows(tmp_path):
     (tmp_path / "c.parquet").unlink()
     with pytest.raises(
         ConfigError,
-        match=r"a.parquet has no rows \(nor have the others\): name files with text",
+        match="a.parquet has no rows, and neither have the other files: name files with text",
     ):
         list_and_check(documents_in(tmp_path), StreamOptions())
 

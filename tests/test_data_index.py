@@ -357,7 +357,7 @@ class TestOnDisk:
         self.files(corpus)
         with pytest.raises(
             ConfigError,
-            match="3 files .* which is not in it, or not with these options",
+            match="3 files .* which is not in the index, or was indexed with other options",
         ):
             self.files(corpus, text_field="body")
         self.run(corpus, text_split="blank_lines")  # beside the first
@@ -389,7 +389,7 @@ class TestOnDisk:
         unknown = index.current(
             corpus, replace(OPTIONS, format=replace(FORMAT, **other)), file
         )
-        assert unknown.startswith("is not in it, or not with these options")
+        assert unknown.startswith("is not in the index, or was indexed with other")
 
     def test_an_index_that_cannot_be_used(self, corpus):
         # of another version
@@ -403,11 +403,13 @@ class TestOnDisk:
             for path in (corpus / FOLDER).iterdir():
                 damage(path)
             with pytest.raises(
-                ConfigError, match="3 files of the data .* which is not in it"
+                ConfigError, match="3 files of the data, .* which is not in the index"
             ):
                 self.files(corpus)
         shutil.rmtree(corpus / FOLDER)
-        with pytest.raises(ConfigError, match="which does not exist: 3 files"):
+        with pytest.raises(
+            ConfigError, match="which does not exist: it does not cover 3 files"
+        ):
             self.files(corpus)
 
     def test_a_change_while_it_is_indexed(self, corpus, monkeypatch):

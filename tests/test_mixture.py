@@ -256,7 +256,7 @@ def test_sources_that_cannot_work(job):
         (
             [("/x/a", 1.0), ("/y/a", 1.0)],
             None,
-            ": 2 of them are called 'a': give each a name of its own",
+            ": 2 sources are called 'a': give each a different name",
         ),
         ([("/", 1.0)], None, r"\[0\]: name is '', expected one without a slash"),
         # The file web/a of one source and the file a of a source called web would have

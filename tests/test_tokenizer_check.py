@@ -64,15 +64,15 @@ def test_the_separator_of_a_sentencepiece_model(sample, tmp_path):
     assert encoder(load_tokenizer(tmp_path))("a text") == [1, *plain, 2]
     assert encoder(load_tokenizer(tmp_path, "<end>"))("a text") == [1, *plain, 3]
     assert encoder(load_tokenizer(tmp_path, "none"))("a text") == [1, *plain]
-    with pytest.raises(ConfigError, match="'<stop>', which is no token"):
+    with pytest.raises(ConfigError, match="'<stop>', which is not a token"):
         load_tokenizer(tmp_path, "<stop>")
 
 
 @pytest.mark.parametrize(
     ("separator", "message"),
     [
-        ("<|endoftxt|>", r"is no token .* \(did you mean <\|endoftext\|>\?\)"),
-        (" the", "is no token of the tokenizer"),
+        ("<|endoftxt|>", r"is not a token .* \(did you mean <\|endoftext\|>\?\)"),
+        (" the", "is not a token of the tokenizer"),
         ("the", "which text can spell, .*: expected a special token"),
     ],
 )

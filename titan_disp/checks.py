@@ -69,8 +69,8 @@ from titan_disp.run.integrity import checkpoints
 from titan_disp.schedules import check_schedules, schedule_warnings
 from titan_disp.tables import LOSSES, OPTIONS, check_table, parse_overrides
 
-# Numbers of ranks or nodes that are tried above the asked one, where no batch limits
-# them
+# How many larger numbers of ranks or nodes ``nearest_hint`` tries, if the batch sets no
+# limit
 MOST_MORE = 1024
 # The types of the keys of [[dispersion.losses]]
 LOSS_TYPES = {f.name: f.type for f in fields(DispersionLoss) if f.name != "seed"} | {
@@ -85,11 +85,11 @@ def check_config(
 ) -> None:
     """Check everything that follows from the config and the number of ranks.
 
-    ``problems`` may collect all that is wrong; by default, the first of it is raised.
+    ``problems`` may collect all errors. By default, the first error is raised.
 
-    Also set training.steps from budget.tokens, replace data_parallel_replicate_degree
-    and validation.seq_len of −1, and turn model.overrides and dispersion.options into
-    tables.
+    The config is also completed: training.steps is set from budget.tokens,
+    data_parallel_replicate_degree = −1 and validation.seq_len = −1 are replaced, and
+    model.overrides and dispersion.options become tables.
     """
     if not hasattr(job_config, "dispersion"):
         raise ConfigError(
@@ -120,8 +120,8 @@ def check_config(
 
 
 def check_ranks(job_config: JobConfig, world_size: int) -> None:
-    """Check a config as ``check_config``. If mesh or batch do not fit the number of
-    ranks, the message names the nearest numbers that they fit.
+    """Check a config as ``check_config`` does. If the mesh or the batch does not fit the
+    number of ranks, the message names the nearest numbers that would work.
     """
     # The checks replace degrees of −1.
     asked = copy.deepcopy(job_config)
@@ -133,8 +133,9 @@ def check_ranks(job_config: JobConfig, world_size: int) -> None:
 
 
 def fits_ranks(job_config: JobConfig, world_size: int) -> bool:
-    """Return whether mesh and batch of a config, whose tables are resolved, fit a
-    number of ranks. The config is not changed.
+    """Return whether the mesh and the batch of a config fit a number of ranks.
+
+    The config must have passed ``resolve_tables``, and is not changed.
     """
     trial = copy.copy(job_config)
     trial.parallelism = copy.copy(job_config.parallelism)
@@ -149,11 +150,14 @@ def fits_ranks(job_config: JobConfig, world_size: int) -> bool:
 def nearest_hint(
     job_config: JobConfig, count: int, noun: str, ranks_each: int = 1
 ) -> str:
-    """Return the end of a message: the next smaller and the next larger number of nodes
-    or ranks that mesh and batch fit. They do not fit ``count``.
+    """Return the end of a message: the next smaller and the next larger number of ranks
+    or nodes that would work. It is empty if there are none.
 
-    ``job_config``: with the degrees of parallelism of the file, which checks change.
-    ``ranks_each``: ranks of a node, or 1.
+    Args:
+        job_config: the config before ``check_mesh``, which replaces degrees of −1.
+        count: the number of ranks or nodes that does not fit the mesh and the batch.
+        noun: "rank" or "node".
+        ranks_each: the ranks per node, or 1 if ranks are counted.
     """
     if not check_keys(job_config, Problems(collect=True)):
         return ""
@@ -180,7 +184,7 @@ def nearest_hint(
 
 
 def resolve_tables(job_config: JobConfig) -> None:
-    """Turn what may be written as words into tables."""
+    """Turn model.overrides and dispersion.options into tables, if they are words."""
     model = job_config.model
     dispersion = job_config.dispersion
     model.overrides = parse_overrides(model.overrides)
@@ -197,7 +201,7 @@ def check_keys(job_config: JobConfig, problems: Problems) -> bool:
 
 
 def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
-    """Check the value of a key, and those that it needs other keys to have. A key that
+    """Check the value of a key, and the values of other keys that it needs. A key that
     is false needs nothing.
     """
     if not _holds(facts, job_config):
@@ -223,8 +227,8 @@ def _holds(facts: Facts, job_config: JobConfig) -> bool:
 
 
 def config_warnings(job_config: JobConfig) -> Iterator[str]:
-    """Yield warnings of keys that have no effect, and of the schedules. The config is
-    checked.
+    """Yield warnings about the keys without effect, and about the schedules, of a config
+    that has passed ``check_config``.
     """
     defaults = type(job_config)()
     for key, facts in all_facts().items():
@@ -236,10 +240,11 @@ def config_warnings(job_config: JobConfig) -> Iterator[str]:
 
 
 def check_names_of_code(job_config: JobConfig) -> None:
-    """Check the names of a module to import, of model converters, and of a backend of
-    torch.compile.
+    """Check experimental.custom_import, model.converters and compile.backend, which name
+    code.
 
-    The module is imported, because it may register more of them.
+    The module of custom_import is imported first, because it may register converters
+    and backends.
     """
     module = job_config.experimental.custom_import
     if module:
@@ -256,7 +261,7 @@ def check_names_of_code(job_config: JobConfig) -> None:
                 "or one that the module in experimental.custom_import registers"
             )
     backend = job_config.compile.backend
-    # Those for debugging are allowed, but not proposed.
+    # Backends for debugging are allowed, but not suggested.
     allowed = torch._dynamo.list_backends(exclude_tags=())
     if job_config.compile.enable and backend not in allowed:
         usual = torch._dynamo.list_backends()
@@ -270,11 +275,11 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     """Replace data_parallel_replicate_degree = −1 by the number of replicas that the
     ranks allow.
 
-    A second call changes nothing. The shard degree is then an upper bound: 8 is right
-    for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which hold one replica.
-    TorchTitan 0.2.2 does not accept −1 here, so this must run before it sees the
-    config. The ranks must be a multiple of the degrees of context and tensor
-    parallelism.
+    A second call changes nothing. With −1, the shard degree is an upper bound: 8 is
+    right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which hold one
+    replica. TorchTitan 0.2.2 does not accept −1, so call this before TorchTitan sees
+    the config. The number of ranks must be a multiple of the degrees of context and
+    tensor parallelism.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -312,8 +317,8 @@ def check_mesh(job_config: JobConfig, world_size: int) -> None:
 
 
 def _check_shards(job_config: JobConfig, world_size: int) -> int:
-    """Check data parallelism, and return the number of FSDP's shards, over which the
-    ranks of data and context parallelism divide the weights.
+    """Return the number of shards into which FSDP divides the weights, over the ranks of
+    data and context parallelism. Also check the degrees of data parallelism.
     """
     p = job_config.parallelism
     tp = p.tensor_parallel_degree
@@ -351,7 +356,7 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
 def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
     """Check that the model's sizes and the sequence divide into equal parts.
 
-    ``shards`` share the weights.
+    ``shards`` is the number of shards into which FSDP divides the weights.
     """
     tp = job_config.parallelism.tensor_parallel_degree
     cp = job_config.parallelism.context_parallel_degree
@@ -371,10 +376,11 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
         if rows is not None and rows % tp and args.dim % shards:
             raise ConfigError(
                 f"tensor_parallel_degree {tp} does not divide the {rows} rows of an "
-                f"embedding of {flavor!r}, so that FSDP shards its {args.dim} columns, "
-                f"which {shards} shards (data_parallel_shard_degree × "
-                "context_parallel_degree) do not divide: set a "
-                "data_parallel_shard_degree that does, or tensor_parallel_degree = 1"
+                f"embedding of {flavor!r}, and its {args.dim} columns, which FSDP "
+                f"shards in this case, are not a multiple of {shards} "
+                "(data_parallel_shard_degree × context_parallel_degree): set a "
+                f"data_parallel_shard_degree that makes this a divisor of {args.dim}, "
+                "or tensor_parallel_degree = 1"
             )
     parts = tp * (2 * cp if cp > 1 else 1)
     if job_config.training.seq_len % parts:
@@ -450,7 +456,9 @@ def check_validation(job_config: JobConfig) -> None:
 
 
 def check_slots(job_config: JobConfig, world_size: int) -> None:
-    """Check that the slots divide the global batch, and the ranks the slots."""
+    """Check that the global batch is a multiple of the slots, and the slots a multiple
+    of the data-parallel ranks.
+    """
     dp = data_parallel_degree(job_config, world_size)
     batch = global_batch_size(job_config, dp)
     slots = slot_count(job_config, dp)
@@ -483,7 +491,9 @@ def check_profiling(job_config: JobConfig) -> None:
 
 
 def check_loading(job_config: JobConfig) -> None:
-    """Refuse to load only one of two parts of a checkpoint that count the same steps."""
+    """Check that a checkpoint's train_state is left out only together with its
+    lr_scheduler, because both count the steps.
+    """
     excluded = set(job_config.checkpoint.exclude_from_loading)
     counts = {"train_state", "lr_scheduler"}
     if "train_state" in excluded and not counts <= excluded:
@@ -494,7 +504,7 @@ def check_loading(job_config: JobConfig) -> None:
 
 
 def check_retention(job_config: JobConfig) -> None:
-    """Refuse a checkpoint.keep_every of which only some multiples are saved."""
+    """Check that a checkpoint is saved at every multiple of checkpoint.keep_every."""
     checkpoint = job_config.checkpoint
     if checkpoint.enable and checkpoint.keep_every % checkpoint.interval:
         raise ConfigError(
@@ -504,8 +514,8 @@ def check_retention(job_config: JobConfig) -> None:
 
 
 def check_device(job_config: JobConfig) -> None:
-    """Check that this machine, with its kind of device, its packages and its
-    environment, can run the config.
+    """Check that this machine's device, packages and environment variables suit the
+    config.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         raise ConfigError(
@@ -598,15 +608,16 @@ def check_launched(job_config: JobConfig) -> None:
 
 
 def check_inputs(job_config: JobConfig) -> None:
-    """Check what the config names on disk: the tokenizer, the data, and the initial
+    """Check the files that the config names: the tokenizer, the data and the initial
     weights.
     """
     listed_inputs(job_config, missing=Problems(), warnings=[])
 
 
 def check_checkpoint(job_config: JobConfig) -> None:
-    """Check that the run has the checkpoint of ``checkpoint.load_step``. A run without
-    checkpoints must find the weights that it begins with, if the config names any.
+    """Check that the checkpoint of ``checkpoint.load_step`` exists.
+
+    For a run without checkpoints, check the initial weights, if the config names any.
     """
     checkpoint = job_config.checkpoint
     folder = os.path.join(job_config.job.dump_folder, checkpoint.folder)
@@ -624,11 +635,11 @@ def check_checkpoint(job_config: JobConfig) -> None:
 def listed_inputs(
     job_config: JobConfig, missing: Problems, warnings: list[str]
 ) -> list[tuple[DataSet, list[DataFile]]]:
-    """Return the data that the config names, with the files that the disk has.
+    """Return each data set that the config names and exists, with its files.
 
-    ``missing`` may collect data and a tokenizer that are not there, and ``warnings``
-    in what the tokenizer does not suit the data. What is there and wrong raises
-    ConfigError.
+    ``missing`` may collect the errors about a missing tokenizer, data set or checkpoint.
+    Warnings about a tokenizer that does not suit the data are added to ``warnings``.
+    Raises ConfigError if something exists but is wrong.
     """
     tokenizer = None
     if missing.pass_(find_tokenizer, job_config.model.hf_assets_path):
@@ -680,11 +691,12 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
 def build_dispersion_losses(
     job_config: JobConfig,
 ) -> dict[str, tuple[float, DispersionLoss]]:
-    """Return (weight, loss) by name. The first is that of [dispersion], with weight 1,
-    which λ multiplies; the others are those of [[dispersion.losses]].
+    """Return the (weight, loss) of each dispersion loss by its name.
 
-    Of losses with one name, the second is called NAME_2, and so on. ``debug.seed``
-    decides which positions are sampled.
+    The first loss is that of [dispersion], with weight 1. The others are those of
+    [[dispersion.losses]]. λ multiplies all of them. If several losses have the same
+    name, the second is called NAME_2, and so on. ``debug.seed`` decides which positions
+    are sampled.
     """
     section = job_config.dispersion
     options = parse_overrides(section.options, OPTIONS) or None
@@ -712,9 +724,9 @@ def build_dispersion_losses(
 def _build_loss(
     where: str, values: Mapping[str, Any], job_config: JobConfig
 ) -> DispersionLoss:
-    """Return a loss of these options.
+    """Return a loss with the options ``values``.
 
-    ``where`` stands before their names in messages: "dispersion." or
+    ``where`` is the text before the names of options in messages: "dispersion." or
     "dispersion.losses[0].".
     """
     with prefixed(where):

@@ -30,7 +30,7 @@ class RanksError(ConfigError):
 class DataError(ConfigError):
     """One rank met bad data during a run.
 
-    The rank that met it prints the message, also if it is not rank 0.
+    That rank prints the message, even if it is not rank 0.
     """
 
 
@@ -45,7 +45,7 @@ class EndedError(RefusedError):
     """The run has ended: its last checkpoint holds the model only.
 
     Attributes:
-        step: that of the checkpoint.
+        step: the step of the last checkpoint.
     """
 
     def __init__(self, message: str, step: int) -> None:
@@ -68,8 +68,9 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint cannot be read now, for a reason that may pass. This does
-    not prove damage.
+    """A file of a checkpoint cannot be read at the moment.
+
+    The cause may pass: the file is not necessarily damaged.
     """
 
 
@@ -81,10 +82,11 @@ class NonFiniteError(UserError):
 
 
 class Problems:
-    """What several checks refuse. By default, the first ConfigError is raised.
+    """The errors of several checks. By default, the first ConfigError is raised.
 
     Attributes:
-        errors: if they are collected, one for each subject, such as a key.
+        collect: whether errors are collected instead of raised.
+        errors: the collected errors, one for each subject, such as a key.
     """
 
     def __init__(self, collect: bool = False) -> None:
@@ -97,7 +99,7 @@ class Problems:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Collect a ConfigError, which ends the block only."""
+        """Collect a ConfigError of the block, or raise it if ``collect`` is false."""
         try:
             yield
         except ConfigError as error:
@@ -113,14 +115,14 @@ class Problems:
                 check(*arguments)
                 return True
         except Exception:
-            # It may compute with a value that an earlier check has refused.
+            # The check may have used a value that an earlier check refused.
             if not self.messages:
                 raise
         return False
 
     def refuse(self, end: str = "") -> None:
-        """Raise a ConfigError of all messages and the sentence ``end``, if there are
-        messages.
+        """Raise a ConfigError with all messages and the sentence ``end``, if there are
+        any messages.
         """
         messages = self.messages
         if len(messages) < 2:
@@ -136,7 +138,7 @@ class Problems:
 EXIT_CODE = 2
 IN_USE_EXIT_CODE = 3
 
-# What messages call a value of a plain type, after "expected".
+# The names of plain types in messages, after "expected".
 TYPE_NAMES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -166,8 +168,8 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def one_line_at_the_end() -> Iterator[None]:
-    """End the process at a UserError of this context, with one line on stderr instead
-    of a traceback.
+    """Print a UserError of the block as one line on stderr, without a traceback, and
+    end the process.
     """
     try:
         yield
@@ -212,10 +214,10 @@ def did_you_mean(
     """Return " (did you mean …?)" for the end of a message, or ``otherwise``.
 
     Args:
-        name: what the user wrote. Only a text can be similar to another.
+        name: what the user wrote. No name is similar to it unless it is a string.
         candidates: the names that exist.
         otherwise: the result if no name is similar.
-        prefix: stands before every name shown, as the section does before a key.
+        prefix: text before every name shown, such as the section before a key.
         most: the largest number of names shown.
         instead: wrong names that users may try, each with the name to show for it.
     """
@@ -241,8 +243,8 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def of_options(error: Exception) -> str:
-    """Return an error's message that calls stream.text_field by --text-field.
+    """Return an error's message with --text-field in place of stream.text_field.
 
-    Commands have this option in place of the key.
+    Commands have this option instead of the key.
     """
     return str(error).replace("stream.text_field", "--text-field")

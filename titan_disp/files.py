@@ -1,8 +1,8 @@
-"""Atomic files and folders, hashes of files, how many may be open, and the tools of
-long commands.
+"""Atomic files and folders, the limit on open files, hashes, parallel work and progress
+bars.
 
-A reader finds a whole file or folder, the one before it, or none. Long commands work in
-parallel and show progress bars.
+Whoever reads an atomic file or folder finds the complete new one, the complete old one,
+or none.
 """
 
 import contextlib
@@ -25,31 +25,31 @@ from titan_disp.errors import ConfigError, reported
 T = TypeVar("T")
 R = TypeVar("R")
 
-OTHER_FILES = 512  # that a rank has open besides sockets to other ranks
+OTHER_FILES = 512  # open files of a rank, besides its sockets to other ranks
 
 
 def open_files_problem(ranks: int) -> str | None:
-    """Return why a run of so many ranks does not fit the hard limit on open files, or
-    None.
+    """Return why the hard limit on open files is too low for a run of ``ranks`` ranks,
+    or None.
 
-    A group of gloo holds a socket to every other rank, and a rank has up to two: one
-    for tensors on the CPU, and one for saves.
+    A gloo group holds a socket to every other rank. A rank has up to two such groups:
+    one for tensors on the CPU, and one for saves.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     needed = 2 * ranks + OTHER_FILES
     if hard == resource.RLIM_INFINITY or hard >= needed:
         return None
     return (
-        f"a process may have {hard:,} files and sockets open (ulimit -Hn), but one of "
+        f"a process may have {hard:,} files and sockets open (ulimit -Hn), but each of "
         f"{ranks:,} ranks needs {needed:,}: raise LimitNOFILE of slurmd, nofile in "
         f"/etc/security/limits.conf, or --ulimit nofile={needed} of the container"
     )
 
 
 def allow_open_files(ranks: int = 1) -> None:
-    """Raise the soft limit on open files, often 1024, to the hard one.
+    """Raise the soft limit on open files, often 1024, to the hard limit.
 
-    Raises ConfigError if the hard one is too low for a run of so many ranks.
+    Raises ConfigError if the hard limit is too low for a run of ``ranks`` ranks.
     """
     if problem := open_files_problem(ranks):
         raise ConfigError(problem)
@@ -63,8 +63,8 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
     """Yield a path to write to, which gets the name ``path`` when the block ends.
 
     If the block fails, the new file is removed and an older one stays. Readers on other
-    nodes never find half a file. The content is on disk before the file gets its name,
-    so that a node that dies leaves the older file and not an empty one.
+    nodes never find half a file. The content is on disk before the file gets its name:
+    if the node crashes, the older file stays, and not an empty one.
 
     ``by_many``: processes on several nodes may write the same file at the same time.
     """
@@ -95,7 +95,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         partial.chmod(0o755)  # mkdtemp's folders are private
-        os.replace(partial, path)  # in the place of an empty folder, too
+        os.replace(partial, path)  # also replaces an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -142,8 +142,10 @@ def make_writable(folder: Path, what: str) -> None:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise ConfigError if a path exists and is no regular file, such as a named pipe,
-    from which a read may wait for ever, or a link to nothing.
+    """Raise ConfigError if a path exists but is not a regular file.
+
+    For example, a read from a named pipe may wait forever. A broken link is refused,
+    too.
     """
     if os.path.lexists(path) and not os.path.isfile(path):
         raise ConfigError(f"{str(path)!r} is not a regular file")

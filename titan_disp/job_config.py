@@ -1,9 +1,10 @@
 """titan-disp adds these TOML sections and keys to TorchTitan's JobConfig (``[job]
 custom_config_module``).
 
-A field is all that declares a key. The docstring below it is its help text, and
-``config.keys.Facts`` lists what else it can say. This module has no ``from __future__
-import annotations``, because TorchTitan merges the classes by their real types.
+One field declares a key. The docstring below the field is the key's help text, and
+``config.keys.Facts`` lists the other metadata that a field can have. This module has no
+``from __future__ import annotations``, because TorchTitan merges the classes by their
+real types.
 """
 
 import functools
@@ -20,8 +21,8 @@ from titan_disp.tables import Losses, Options, Overrides, check_table
 @dataclass
 class Model:
     overrides: Overrides = key(dict, fixes="model")
-    """Sizes that differ from the flavor's, by their names in the model's arguments.
-    Write a table [model.overrides] with hidden_dim = 16, …, or --model.overrides
+    """Sizes that replace the flavor's, by their names in the model's arguments. Write a
+    table [model.overrides] with hidden_dim = 16, …, or --model.overrides
     hidden_dim=16,n_layers=2, which replaces the table.
     """
 
@@ -65,10 +66,10 @@ class Dispersion:
     """
 
     final_norm: bool = key(False, "authors")
-    """Whether to take the last block's activations after the final norm. The
-    mid-training of the authors' released code does so: it takes Hugging Face's
-    hidden_states[1:], whose last entry is after the norm. Its pre-training takes the
-    blocks' outputs, as false does.
+    """Whether to take the last block's activations after the final norm, as the
+    mid-training of the authors' released code does: it takes Hugging Face's
+    hidden_states[1:], whose last entry is after the norm. The authors' pre-training
+    takes the blocks' outputs before the norm, as false does.
     """
 
     within_documents: bool = key(
@@ -77,9 +78,8 @@ class Dispersion:
         because="TorchTitan 0.2.2 would divide the tokens, but not the numbers of "
         "their documents",
     )
-    """Whether the loss of a sequence takes only the pairs of tokens of one document. By
-    default, as in the paper, it takes all pairs of the sequence, which holds several
-    documents.
+    """Whether the loss takes only pairs of tokens of the same document. By default, as
+    in the paper, it takes all pairs of a sequence, which holds several documents.
     """
 
     clamp: float = key(0.25, "authors", least=0, below=1)
@@ -91,9 +91,9 @@ class Dispersion:
     """ε, which is added to the norms of tokens."""
 
     variant: str = key("angular", "paper", modules="dispersion/variants")
-    """Which loss of docs/losses.md to use, which lists the options of each, or your own
-    by its path, "package.module:Class". An option that the variant does not use must
-    keep its default.
+    """The loss to use: one of docs/losses.md, which also lists their options, or your
+    own class by its path, "package.module:Class". An option that the variant does not
+    use must keep its default.
     """
 
     options: Options = key(dict)
@@ -103,10 +103,11 @@ class Dispersion:
     """
 
     losses: Losses = key(list)
-    """Further losses, each a table [[dispersion.losses]] with a variant, its weight
-    (1), and what else differs from the defaults: estimator, tau, options and so on.
-    coeff · weight · loss is added to the objective, and each loss is logged. On the
-    command line: --dispersion.losses '[{"variant": "vicreg", "weight": 0.01}]'.
+    """Further losses, each a table [[dispersion.losses]] with a variant, its weight (1
+    by default), and the options that differ from their defaults: estimator, tau,
+    options and so on. coeff · weight · loss is added to the objective, and each loss is
+    logged. On the command line: --dispersion.losses '[{"variant": "vicreg", "weight":
+    0.01}]'.
     """
 
     estimator: Literal["exact", "moments", "sampled"] = key("exact")
@@ -116,7 +117,7 @@ class Dispersion:
     """
 
     max_tokens: int = key(256, "authors", least=2, noun="positions")
-    """Positions per sequence of the sampled estimator. They are drawn anew for every
+    """Positions per sequence that the sampled estimator draws. They differ for every
     step and layer, and are the same for all sequences of a step.
     """
 
@@ -126,7 +127,7 @@ class Dispersion:
     include_diagonal: bool = key(True, "authors")
     """Whether the mean of l2_repel includes the pair of each token with itself, as in
     the authors' released code. Without these pairs, the gradients of wide models are
-    thousands of times as large, and almost all on the tokens that are closest.
+    thousands of times as large, and almost entirely on the closest tokens.
     """
 
     warmup_steps: int = key(0, "authors", least=0, noun="steps")
@@ -151,8 +152,8 @@ class Dispersion:
 
 @dataclass
 class Baseline:
-    """docs/training.md describes these other methods, which are said to counteract
-    condensation, too.
+    """docs/training.md describes these other methods, which may counteract condensation,
+    too.
     """
 
     method: Literal["none", "noisy_embedding", "active_forgetting"] = key(
@@ -163,12 +164,12 @@ class Baseline:
     """
 
     with_dispersion: bool = key(False, "authors")
-    """Whether the method may be combined with dispersion.enabled. Otherwise, that is an
-    error.
+    """Whether the method may be combined with dispersion.enabled. By default, the
+    combination is an error.
     """
 
     noise_alpha: float = key(1.0, "authors", above=0)
-    """α of noisy_embedding. The bound of the noise is α/√(N·F), with N positions in a
+    """α of noisy_embedding. The noise is at most α/√(N·F), with N positions in a
     sequence and F features.
     """
 
@@ -194,19 +195,19 @@ class Source:
     """
 
     weight: float
-    """Its share of the training tokens, relative to the weights of the other sources; >
-    0.
+    """The source's share of the training tokens, relative to the weights of the other
+    sources; > 0.
     """
 
     path: str | None = None
-    """Its documents, as in training.dataset_path."""
+    """The source's documents, as in training.dataset_path."""
 
     dataset: str = "text"
-    """Its kind of documents, as in training.dataset."""
+    """Kind of the documents, as in training.dataset."""
 
     name: str = ""
-    """Its name in metrics, logs and checkpoints. By default, this is the last part of
-    the path.
+    """The source's name in metrics, logs and checkpoints. By default, this is the last
+    part of the path.
     """
 
 
@@ -246,33 +247,35 @@ class Stream:
         fixes="model",
     )
     """Whether positions begin at 0 in every document of a sequence. Needs
-    document_mask. Rotary embeddings know only distances, so that this changes GPT-2
-    and, but for rounding, not Qwen3 and Llama.
+    document_mask. This changes GPT-2. Except for rounding, it does not change Qwen3 and
+    Llama, whose rotary embeddings depend on distances only.
     """
 
     seed: int = key(0, fixes="data")
-    """Decides the order of files in every epoch, and of documents in every window of
+    """Seed of the order of files in every epoch, and of documents in every window of
     shuffle_window documents.
     """
 
     shuffle_window: int = key(256, least=0, noun="documents", fixes="data")
     """Documents of a slot that are shuffled at a time. 0 or 1: documents come in the
-    order of their files. Only an index mixes sorted files. A rank holds up to 2 × its
-    slots × this × the mean length of a document in memory (docs/data.md).
+    order of their files. A window does not mix the parts of a sorted file; an index
+    does. A rank holds up to 2 × its slots × shuffle_window × the mean length of a
+    document in memory (docs/data.md).
     """
 
     index: str = key("", path=True)
     """Folder of an index of local training data, which titan-disp data index CONFIG
-    writes, or "memory": the run makes one at its start (at most 256 MiB of data). With
-    it, all slots get equal shares of the text, a resume reads only what it needs, and
-    the blocks of a file are read in another order in every epoch, which mixes sorted
-    files. It changes the order of the documents (docs/data.md).
+    writes, or "memory": the run makes an index at its start (at most 256 MiB of data).
+    With an index, all slots get equal shares of the text, a resume reads only what it
+    needs, and the blocks of a file are read in another order in every epoch, which
+    mixes sorted files. The order of the documents is another one than without
+    (docs/data.md).
     """
 
     prefetch: int = key(4, least=0, noun="microbatches")
-    """Least number of microbatches that a worker process prepares ahead. It hands them
-    over in groups of up to 32. 0: the training process prepares each microbatch when it
-    is needed.
+    """Least number of microbatches that a worker process prepares ahead. The worker
+    hands them over in groups of up to 32. 0: the training process prepares each
+    microbatch when it is needed.
     """
 
     tokenizer_threads: int = key(0, least=0, most=1024, noun="threads")
@@ -282,35 +285,36 @@ class Stream:
 
     fast_tokenizer: bool = key(False)
     """Whether to tokenize with gigatoken (pip install gigatoken) in place of
-    the tokenizer's own library. It is many times as fast and gives the same ids. This
-    is checked at the start and for one document in a thousand; if the ids differ, the
-    run stops.
+    the tokenizer's own library. gigatoken is many times as fast and gives the same ids:
+    the ids are compared at the start and for one document in a thousand, and the run
+    stops if they differ.
     """
 
     on_bad_data: Literal["skip", "fail"] = key("skip")
-    """What to do with documents that are malformed or too long, and with the rest of
-    damaged files: skip them, which is logged and counted, or fail, which stops the run.
+    """What to do about documents that are malformed or too long, and about the rest of
+    damaged files. skip: log and count them, and go on. fail: stop the run.
     """
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
-    """The run stops when it next logs if more than this fraction of the documents was
-    skipped (after the first 1000), if more than this fraction of the files ended early
-    (and at least 10 per epoch), or if more than this fraction of the bytes of text was
-    lost in both. All are counted over all ranks. After 1000 bad documents in a row, the
-    rest of a file is skipped, and the file counts as one that ended early. This does
-    not apply to a file that is itself more than this fraction of the data (or of its
-    source).
+    """Largest fraction of the data that may be skipped, counted over all ranks. When it
+    next logs, the run stops if it has skipped more than this fraction of the documents
+    or of the bytes of text (after the first 1000 documents), or if more than this
+    fraction of the files ended early (and at least 10 per epoch). After 1000 bad
+    documents in a row, the rest of a file is skipped, and the file counts as one that
+    ended early. This does not apply to a file that is itself more than this fraction of
+    the data (or of its source).
     """
 
     left_out: list[str] = key(list)
-    """Names of files that are not read, as the log and the messages write them. If
-    training has begun with them, the positions in all other files stay, so that a run
-    goes on after a file was removed, or turns out to be bad.
+    """Names of files that are not read, as the log and the messages write them. A run
+    can go on after a file was removed or has turned out to be bad: it keeps its
+    positions in all other files.
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")
-    """Documents of more than this many MiB count as bad: of the decompressed line for
-    JSON, of the UTF-8 text for Parquet and plain text. Token ids have no limit.
+    """Documents of more than this many MiB count as bad. For JSON, this is the size of
+    the decompressed line; for Parquet and plain text, that of the UTF-8 text. Token ids
+    have no limit.
     """
 
     text_field: str = key(
@@ -320,13 +324,13 @@ class Stream:
         because='most corpora call it "text"',
         fixes="data",
     )
-    """Field of JSON documents or column of Parquet files with the text. Dots lead into
-    nested fields (meta.text).
+    """Field of JSON documents, or column of Parquet files, that holds the text. Dots
+    lead into nested fields (meta.text).
     """
 
     text_split: Literal["file", "blank_lines"] = key("file", fixes="data")
-    """What a document of a .txt file is: the whole file, or every block of lines
-    between blank lines.
+    """Documents of a .txt file. file: the whole file is one document. blank_lines: every
+    block of lines between blank lines is one.
     """
 
     token_dtype: Literal["uint16", "uint32"] = key("uint16", fixes="data")
@@ -335,28 +339,29 @@ class Stream:
     """
 
     separator: str = key("", free="the tokenizer decides", fixes="data")
-    """Token that ends every document: its text, such as <|endoftext|>. In files of
-    token ids, it is where documents end. By default, it is the tokenizer's EOS, which
-    may be a chat's end of a turn (docs/data.md). "none": nothing is put between
+    """Text of the token that ends every document, such as <|endoftext|>. In files of
+    token ids, documents end at this token. By default, it is the tokenizer's EOS, which
+    may be the end of a turn in a chat (docs/data.md). "none": nothing is put between
     documents, and each file of token ids is one document.
     """
 
     validation_sequences: int = key(0, least=0, noun="sequences")
-    """Sequences of every validation, over all ranks. If it is set, they are the same on
-    any mesh. 0: validation.steps × validation.local_batch_size × data-parallel ranks.
+    """Number of sequences of every validation, over all ranks. If it is set, all meshes
+    use the same sequences. 0: validation.steps × validation.local_batch_size ×
+    data-parallel ranks.
     """
 
     retry_seconds: float = key(60.0, least=0, most=2592000, because="that is 30 days")
-    """How long a failing read is tried again, with growing pauses, if the hub or a file
-    system has failed (EIO, ESTALE). At most 60 % of comm.train_timeout_seconds, because
-    the other ranks wait meanwhile.
+    """How long a read is tried again, with growing pauses, after the hub or a file
+    system has failed (EIO, ESTALE). At most 60 % of comm.train_timeout_seconds is used,
+    because the other ranks wait in the meantime.
     """
 
     on_mismatch: Literal["fail", "restart"] = key("fail")
     """What to do if a checkpoint was written with other data, tokenizer, seq_len, seed
-    or slots. fail: stop and name the difference. restart: go on with streams that begin
-    a new epoch; the steps are kept. With [budget], seq_len and the batch must stay as
-    they are even then.
+    or slots. fail: stop and name the difference. restart: go on at the same step, with
+    streams that begin a new epoch. With [budget], seq_len and the batch size must not
+    change, even with restart.
     """
 
     def __post_init__(self) -> None:
@@ -380,9 +385,10 @@ class Training:
     head_chunk_tokens: int = key(
         0, least=0, noun="tokens", because="0 means all at once"
     )
-    """Tokens of a microbatch whose logits exist at a time in training: the output layer
-    and the cross-entropy are computed together, in chunks. 0: all logits exist at once,
-    as in TorchTitan. docs/training.md says when this saves memory.
+    """Tokens per chunk in which the output layer and the cross-entropy are computed
+    together in training, so that only the logits of one chunk exist at a time. 0: all
+    logits exist at once, as in TorchTitan. docs/training.md says when chunks save
+    memory.
     """
 
 
@@ -392,15 +398,16 @@ class Validation:
         -1, least=1, besides=(-1,), noun="tokens", when={"validation.enable": True}
     )
     """Tokens of a validation sequence, at most training.seq_len, because the rotary
-    embeddings end there. −1: training.seq_len. TorchTitan's default is 2048.
+    embeddings have no more positions. −1: training.seq_len. TorchTitan's default is
+    2048.
     """
 
 
 @dataclass
 class Budget:
     tokens: int = key(0, least=0, noun="tokens")
-    """Tokens to train on. training.steps is then ceil(tokens / (global batch ×
-    seq_len)). 0: training.steps counts.
+    """Tokens to train on: training.steps becomes ceil(tokens / (global batch ×
+    seq_len)). 0: training.steps decides.
     """
 
     stop_at_tokens: int = key(0, least=0, noun="tokens")
@@ -414,20 +421,20 @@ class Guard:
     max_skipped_steps: int = key(10, least=1, noun="steps")
     """A step whose loss or gradient norm is not finite changes no weights, on any rank.
     After this many such steps in a row, the run goes back to the weights of the
-    checkpoint before the newest one, but not to their data: it goes on with the next
-    sequences and the next step. It does so once, and then stops.
+    checkpoint before the newest one, and goes on with the next sequences and the next
+    step. The second time, the run stops.
     """
 
     silence_seconds: float = key(60.0, above=0, besides=(math.inf,))
-    """Rank 0 writes to RUN/heartbeat.json what it is doing. Under
-    slurm/pretrain.sbatch, a run is ended and started again if it is silent for this
-    much longer than twice the time-out in [comm] or twice its slowest step, whichever
-    is longer; during a save, for this much longer than save_seconds.
+    """Rank 0 writes to RUN/heartbeat.json what it is doing. slurm/pretrain.sbatch ends a
+    silent run and starts it again. A run counts as silent after twice the time-out in
+    [comm] or twice its slowest step, whichever is longer (during a save, after
+    save_seconds), plus this many seconds.
     """
 
     save_seconds: float = key(1800.0, above=0, besides=(math.inf,))
-    """How long training may wait for a save before the run counts as silent, and a rank
-    for the others in a save.
+    """How long training may wait for a save before the run counts as silent. Also how
+    long a rank waits for the other ranks in a save.
     """
 
 
@@ -445,36 +452,36 @@ class Condensation:
     """
 
     max_tokens: int = key(512, least=2, noun="positions")
-    """Positions of each sequence whose pairs are taken. They are evenly spaced."""
+    """Positions of each sequence whose pairs are measured. They are evenly spaced."""
 
     per_layer: bool = key(False)
-    """Whether TensorBoard and W&B also get every number of every layer, as curves: 4 ×
-    29 of them for the 0.6B. They always get the means over all blocks and over thirds
-    of them, the last block and the final norm. metrics.jsonl always has every layer.
+    """Whether TensorBoard and W&B also get every measurement of every layer as a curve:
+    4 × 29 curves for the 0.6B. They always get the means over all blocks and over each
+    third of the blocks, the last block and the final norm. metrics.jsonl always has
+    every layer.
     """
 
 
 @dataclass
 class Checkpoint:
     last_save_model_only: bool = key(False)
-    """Whether the last checkpoint holds the model only. TorchTitan's default is true,
-    with which a finished run cannot be continued. export reads full checkpoints as
-    well.
+    """Whether the last checkpoint holds the model only. With TorchTitan's default, true,
+    a finished run cannot be continued. titan-disp export reads full checkpoints, too.
     """
 
     keep_every: int = key(0, least=0, noun="steps")
-    """Checkpoints of every so many steps are kept for ever, besides the last
+    """Every this many steps, a checkpoint is kept forever, in addition to the last
     keep_latest_k. A multiple of interval. 0: none.
     """
 
     allow_other_loss: bool = key(False)
-    """Whether a run may go on with another [dispersion] than the checkpoint that it
-    resumes from. By default, it is refused. The log and the report name the change.
+    """Whether a run may resume with another [dispersion] than its checkpoint's. By
+    default, this is refused. The log and the report name the change.
     """
 
     allow_unverified: bool = key(False)
-    """Whether a run may resume from a checkpoint that another run has saved, or load
-    one that has lost its hashes.json. By default, both are refused.
+    """Whether a run may resume from a checkpoint that another run has saved, or load a
+    checkpoint without its hashes.json. By default, both are refused.
     """
 
 
@@ -503,23 +510,26 @@ def all_keys() -> dict[str, Field[Any]]:
     return keys
 
 
-@functools.cache  # a plan asks for each of a thousand numbers of nodes
+@functools.cache  # a plan calls this for each of a thousand numbers of nodes
 def all_facts() -> dict[str, Facts]:
-    """Return the facts about all keys of a config, TorchTitan's and titan-disp's."""
+    """Return the metadata of all keys of a config, TorchTitan's and titan-disp's."""
     ours = {name: facts_of(field) for name, field in all_keys().items()}
     return ours | torchtitan_facts()
 
 
 def key_hint(name: str, dashes: str = "", names: Iterable[str] = ()) -> str:
-    """Return the end of a message about an unknown key: which key it may be, or where
-    they are listed.
+    """Return the end of a message about an unknown key: the key that may be meant, or
+    where all keys are listed.
 
-    ``dashes`` are shown before a key, as on the command line. ``names``: what else it
-    may be.
+    Args:
+        name: the unknown key.
+        dashes: the text before the suggested key: "--" on the command line.
+        names: other names that may be meant.
     """
     section, _, last = name.rpartition(".")
     keys: dict[str, str] = {}
-    # Of keys with the same last part, the section's counts, or else the first one.
+    # If keys have the same last part, the one in the same section is suggested, or else
+    # the first one.
     for full in sorted(
         all_facts(), key=lambda full: not full.startswith(f"{section}.")
     ):
@@ -535,7 +545,9 @@ def unknown_option(name: str, names: Iterable[str] = ()) -> ConfigError:
 
 
 def check_dashes(word: str) -> None:
-    """Raise ConfigError if a word is the option of a key with other dashes than two."""
+    """Raise ConfigError if a word is a key's option with wrong dashes instead of two
+    hyphens.
+    """
     name = word.lstrip("-—–")
     key = name.partition("=")[0].replace("-", "_")
     if name != word and not word.startswith("--") and key in all_facts():
@@ -543,5 +555,7 @@ def check_dashes(word: str) -> None:
 
 
 def fixed(what: str) -> list[str]:
-    """Return the full names of the keys that fix the "data" or the "model" of a run."""
+    """Return the full names of the keys that fix ``what`` for the life of a run: "data"
+    or "model".
+    """
     return [name for name, f in all_keys().items() if facts_of(f).fixes == what]

@@ -50,7 +50,7 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
                 f"{key}.{name} is given twice: {table[name]!r} and {value}. "
                 "Remove one of them"
             )
-        if equals:  # else a comma at the end
+        if equals:  # else the pair is empty, after a comma at the end
             table[name] = literal(value)
     return table
 
@@ -58,9 +58,14 @@ def parse_overrides(written: Written, key: str = OVERRIDES) -> dict[str, Any]:
 def check_table(
     where: str, table: Any, types: Mapping[str, Any], required: str
 ) -> None:
-    """Check a table of an array by the types of its keys, one of which is required.
+    """Raise ConfigError unless a table of an array has only known keys, values of their
+    types, and the required key.
 
-    ``where``: its place in the config. Raises ConfigError.
+    Args:
+        where: the place of the table in the config, such as "stream.sources[0]".
+        table: the table.
+        types: the type of each known key.
+        required: a key that the table must have.
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} is {table!r}, expected a table")
@@ -117,8 +122,8 @@ def _as_one_word(
     write: Callable[[Any], str] = written_out,
 ) -> PrimitiveConstructorSpec:
     # By default, tyro makes one option for each entry of the table in the TOML file,
-    # and rejects all others. Here, one word on the command line replaces the whole
-    # table.
+    # and rejects all other entries. Here, one word on the command line replaces the
+    # whole table.
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,

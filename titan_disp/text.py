@@ -8,7 +8,7 @@ from typing import Any
 
 NOTHING = "–"
 
-# From the largest to the smallest: the functions below take the first that a value
+# Units from the largest to the smallest. A value is shown in the first unit that it
 # reaches.
 _LETTERS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 _BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -17,12 +17,14 @@ _LONG_SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 
 
 def _scaled(value: float, digits: int, units: Mapping[str, float]) -> str | None:
-    """Return a value with its unit, such as "1.5 GB", or None if all units are larger.
+    """Return a value with its unit, such as "1.5 GB", or None if the value is smaller
+    than every unit.
 
     ``digits`` is the number of significant digits.
     """
     for unit, size in units.items():
-        # What rounds to 1 of this unit has it: 999,950 with three digits is 1 M.
+        # Values that round to 1 of a unit are shown in it: with three digits, 999,950
+        # is 1 M.
         least = size * (1 - 0.5 * 10**-digits)
         if abs(value) >= least:
             return f"{value / size:.{digits}g} {unit}"
@@ -38,7 +40,8 @@ def short(value: float, digits: int = 6) -> str:
 
 
 def number(value: Any, digits: int = 5) -> str:
-    """Return a whole number in full, and any other with ``digits`` significant digits.
+    """Return a whole number in full, and any other number with ``digits`` significant
+    digits.
 
     None, NaN and infinities give ``NOTHING``.
     """
@@ -66,7 +69,7 @@ def byte_size(count: float, digits: int = 4) -> str:
 def duration(seconds: float) -> str:
     """Return a duration in its two largest units, such as ``2 d 3 h`` or ``12 s``.
 
-    It is rounded to whole seconds. What is smaller than the two units is left out.
+    The duration is rounded to whole seconds. Smaller units are left out.
     """
     remaining = round(seconds)
     parts: list[str] = []
@@ -79,9 +82,8 @@ def duration(seconds: float) -> str:
 
 
 def estimated_duration(seconds: float) -> str:
-    """Return an estimate in one unit.
-
-    Such as ``3.1 days``, ``22.8 hours``, ``34.5 minutes``, ``2.1 s`` or ``0.5 ms``.
+    """Return an estimated duration in one unit, such as ``3.1 days``, ``22.8 hours``,
+    ``34.5 minutes``, ``2.1 s`` or ``0.5 ms``.
     """
     for unit, size in _LONG_SECONDS.items():
         if seconds >= 2 * size:

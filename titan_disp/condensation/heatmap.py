@@ -44,7 +44,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def layer_label(measurements: Sequence[Measurement], gap: str = " ") -> str:
-    """Return the label of an axis of layers, which says which layer is what.
+    """Return the label of an axis of layers, which names the special layers.
 
     If ``gap`` is a line break, the label has two lines.
     """
@@ -80,8 +80,8 @@ def heatmaps(
 
     ``rows`` map the titles of a row's heatmaps to their measurements. Each layer is a
     column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic
-    from 10⁻³ to 1, so that one can read both a layer whose pairs fill a single bin and
-    one whose pairs fill a hundred. For comparison, there are a column of random
+    from 10⁻³ to 1, so that layers whose pairs fill a single bin are as readable as
+    layers whose pairs fill a hundred. For comparison, there are a column of random
     vectors, if F is known, and a ``dashed`` line of the means before training, or of
     the published model that the run continues.
     """
@@ -110,7 +110,7 @@ def heatmaps(
 
 
 def _draw(axes: Axes, measurement: Measurement) -> AxesImage:
-    """Draw one measurement. Return the image, which the bar of colours explains."""
+    """Draw one measurement. Return the image, from which the colour bar is made."""
     layers = measurement.layer_count
     columns = measurement.histogram
     if measurement.features:

@@ -1,6 +1,5 @@
-"""Condensation is measured by the cosines of all pairs of a sequence's tokens.
-
-This is done in each layer (arXiv 2602.00217, §3.1).
+"""Condensation is measured in each layer, by the cosines of all pairs of a sequence's
+tokens (arXiv 2602.00217, §3.1).
 
 ``Accumulator`` pools the pairs of all sequences. Everything is float64: this code is
 off the hot path, and arccos near 1 loses half the digits.
@@ -35,8 +34,8 @@ _ROWS = 1024  # rows of the N×N matrix at a time
 # Numbers before the histogram in a row of statistics: mean cosine, mean squared cosine,
 # mean angle and effective rank.
 _SCALARS = 4
-# Tokens whose logits are in float32 at a time: 0.3 GB with Qwen's vocabulary, and as
-# much again for their logarithms.
+# Tokens whose logits are converted to float32 at a time: 0.3 GB with Qwen's vocabulary,
+# and as much again for the logarithms.
 _TOKENS = 512
 
 
@@ -78,7 +77,7 @@ def _statistics(z: Tensor) -> Tensor:
         # a token's angle to itself is 0, but rounding makes it 1e-8
         c.diagonal(i * _ROWS).fill_(1)
         angles += c.arccos_().sum()
-    # Both products have the same eigenvalues but for zeros.
+    # Both products have the same eigenvalues, except zeros.
     if n <= features:
         gram = u @ u.T
     else:
@@ -302,7 +301,8 @@ class MeshPosition:
     dp_group: dist.ProcessGroup | None = None
     # ranks over which the activations of a sequence are sharded (TP, CP, or both)
     sequence_group: dist.ProcessGroup | None = None
-    # ranks over which its labels are sharded (CP), a part of ``sequence_group``
+    # ranks over which the labels of a sequence are sharded (CP), a part of
+    # ``sequence_group``
     label_group: dist.ProcessGroup | None = None
 
 
@@ -371,7 +371,7 @@ class Monitor:
             columns = self._measured_columns(outputs.positions)
             for layer, z in enumerate(outputs.activations):
                 is_measured = copy == layer % self.copies
-                # The same on all ranks that share a sequence
+                # This is the same on all ranks that share a sequence.
                 if is_measured.any():
                     gathered = gather_sequence(z, self.mesh.sequence_group)
                     sums.add(layer, gathered[is_measured][:, columns])

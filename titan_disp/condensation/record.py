@@ -1,6 +1,5 @@
-"""A measurement of condensation has numbers for each layer.
-
-They are summed up over depth, and in a table over training.
+"""A measurement of condensation: numbers for each layer, their correlation with depth,
+and a table of how they change over training.
 """
 
 import math
@@ -20,12 +19,13 @@ from titan_disp.text import NOTHING
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
 RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
-# of a file of ``Measurement.save``, unpacked: a thousand layers have 2 MB; our choice
+# most bytes of an unpacked file of ``Measurement.save``, our choice: a thousand layers
+# have 2 MB
 MOST_BYTES = 2**26
-ROWS = 8  # of a run's table, at most
-# The sets of layers that ρ and τ rank. In those up to the final norm, its output
-# replaces that of the last block, as in Hugging Face's hidden states. The paper's are
-# l = 1 … L, without the embedding (l = 0).
+ROWS = 8  # about the most rows of a run's table
+# The sets of layers that ρ and τ rank. In the sets up to the final norm, the output of
+# the final norm replaces that of the last block, as in Hugging Face's hidden states. The
+# paper's set is l = 1 … L, without the embedding (l = 0).
 PLACES = {
     "before_norm": "up to the last block, with the embedding",
     "after_norm": "up to the final norm, with the embedding",
@@ -39,19 +39,20 @@ OF_PAPER = "blocks_after_norm"
 class DepthCorrelation:
     """Rank correlations of the mean cosine with depth, over one set of layers.
 
-    As in the paper, they depend on the order alone: differences of 0.002, as at
-    initialization, count as much as those of 0.5. The range says which it is. ρ and τ
-    are NaN if all mean cosines are equal, or one is not finite.
+    As in the paper, ρ and τ depend only on the order of the layers' mean cosines:
+    differences of 0.002, as at initialization, count as much as differences of 0.5. The
+    range tells these cases apart. ρ and τ are NaN if all mean cosines are equal, or if
+    one is not finite.
     """
 
     spearman: float  # ρ
     kendall: float  # τ
-    range: float  # largest minus smallest mean cosine; NaN if one is not finite
+    range: float  # largest minus smallest mean cosine; NaN if a cosine is not finite
 
     @classmethod
     def of(cls, mean_cosine: np.ndarray) -> "DepthCorrelation":
         """Return ρ and τ of mean cosines in the order of depth, [layers]."""
-        # Imported here because it takes a second, and only rank 0 needs it
+        # Imported here because importing scipy takes a second, and only rank 0 needs it.
         from scipy import stats
 
         value_range = float(np.ptp(mean_cosine))
@@ -67,7 +68,9 @@ class DepthCorrelation:
         return {name: _for_json(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
-        """Return such as "ρ 0.93 τ 0.81 (range 0.32)", or why they are undefined."""
+        """Return a text such as "ρ 0.93 τ 0.81 (range 0.32)", or why ρ and τ are
+        undefined.
+        """
         if not math.isfinite(self.range):
             return "ρ – τ – (not all cosines are finite)"
         if math.isnan(self.spearman):
@@ -78,7 +81,7 @@ class DepthCorrelation:
 class Isotropy(NamedTuple):
     """Numbers of the covariance of all tokens of one layer.
 
-    If all tokens are equal, the first and the last one are NaN.
+    If all tokens are equal, the first and the last number are NaN.
     """
 
     iso_score_star: float  # Rudman & Eickhoff 2024: 0 (one direction) to 1 (isotropic)
@@ -91,15 +94,16 @@ OF_COVARIANCE = Isotropy._fields
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement holds averages over sequences, by layer.
+    """Averages over sequences, by layer.
 
-    Index 0 of every array is the embedding's output, i + 1 the output of block i before
-    the final norm, and the next index the last block's output after it. The logits may
-    follow.
+    Index 0 of every array is the embedding's output. Index i + 1 is the output of block
+    i, before the final norm. The next index is the output of the final norm. The logits
+    may follow.
 
     Attributes:
         mean_cosine: [layers] mean of all N² pairwise cosines of a sequence.
-        std_cosine: [layers] their standard deviation, over the pairs of all sequences.
+        std_cosine: [layers] standard deviation of the cosines, over the pairs of all
+            sequences.
         mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens: ½ for
             directions spread uniformly over the sphere, 0 for one common direction. It
             is D of ``dispersion.formula`` without the clamp and without ε.
@@ -113,13 +117,13 @@ class Measurement:
             sequences; NaN if not measured.
         averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines
             averaged over the sequences first (``AveragedCosines``). None if it was not
-            taken, as while a run trains.
-        features: F, of all layers but the logits; 0 in files of earlier versions.
+            computed, as in training.
+        features: F, of all layers except the logits; 0 in files of earlier versions.
         logits: whether the last index of every array is that of the logits.
-        untrained_mean_cosine: [layers] of the same model before training. None if it
-            was not measured.
-        covariance: [3, layers] the numbers of ``Isotropy``, a row for each. None if
-            they were not taken, as in training.
+        untrained_mean_cosine: [layers] mean cosine of the same model before training.
+            None if it was not measured.
+        covariance: [3, layers] the numbers of ``Isotropy``, one row each. None if they
+            were not computed, as in training.
     """
 
     mean_cosine: np.ndarray
@@ -143,9 +147,8 @@ class Measurement:
 
     @property
     def last_block(self) -> int:
-        """The index of the last block's output before the final norm.
-
-        This is the number of blocks, too.
+        """The index of the last block's output before the final norm, which is also the
+        number of blocks.
         """
         return self.layer_count - 2 - self.logits
 
@@ -180,7 +183,7 @@ class Measurement:
     def of_last_layers(self) -> list[float]:
         """Return the mean cosine over the last N hidden states, for N from 1 to all.
 
-        The last one is the final norm's, as in the authors' code.
+        The last hidden state is the final norm's output, as in the authors' code.
         """
         cosines = self._hidden_states[::-1]
         counts = np.arange(1, len(cosines) + 1)
@@ -253,7 +256,7 @@ class Measurement:
         }
 
     def save(self, path: Path) -> None:
-        """Write a .npz file with all fields that are not None, and their folder."""
+        """Write all fields that are not None to a .npz file, whose folder need not exist."""
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {
             name: value for name, value in asdict(self).items() if value is not None
@@ -292,8 +295,8 @@ class Measurement:
 
 
 def _check_size(path: Path) -> None:
-    """Raise ValueError if an archive says that it unpacks to more than ``MOST_BYTES``,
-    which its reader then does not exceed either.
+    """Raise ValueError if the unpacked size that an archive states is more than
+    ``MOST_BYTES``. (A reader unpacks no more than the stated size.)
     """
     with zipfile.ZipFile(path) as archive:
         size = sum(part.file_size for part in archive.infolist())
@@ -308,10 +311,10 @@ def load_steps(
 ) -> dict[int, Measurement]:
     """Return what a run measured while it trained, by ascending step.
 
-    ``folder`` is RUN/condensation, with files step-N.npz. If it is missing or empty, so
-    is the result. Raises ConfigError if a file cannot be read, or has another number of
-    layers than the first one. With a list of ``problems``, such a file is left out, and
-    the message is appended to the list.
+    ``folder`` is RUN/condensation, with files step-N.npz. The result is empty if the
+    folder is missing or empty. Raises ConfigError if a file cannot be read, or has
+    another number of layers than the first file. With a list of ``problems``, such a
+    file is left out, and the message is appended to the list.
     """
     paths = {
         path.stem.removeprefix("step-"): path
@@ -351,9 +354,8 @@ def blocks_mean(measurement: Measurement) -> float:
 
 
 def most_condensed(by_step: Mapping[int, Measurement]) -> int:
-    """Return the step with the highest mean cosine of all blocks.
-
-    If several have it, it is the first.
+    """Return the step with the highest mean cosine of all blocks, or the first of several
+    such steps.
     """
     return _highest({step: blocks_mean(by_step[step]) for step in by_step})
 
@@ -381,7 +383,7 @@ def over_training(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """
     if len(rows) < 2:
         return []
-    # Without the embedding and the final norm. None becomes NaN.
+    # [1:-1] leaves out the embedding and the final norm. None becomes NaN.
     blocks = {
         step: np.array(row["mean_cosine"][1:-1], dtype=float)
         for step, row in rows.items()
@@ -404,10 +406,10 @@ def over_training(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
-    """Return some of ascending steps, for a table of a run: at most ``ROWS`` or so.
+    """Return about ``ROWS`` of the ascending ``steps`` or fewer, for a table of a run.
 
-    These are the first, the last, all of ``highest``, and others whose distances grow
-    by equal ratios, because a collapse comes early.
+    These are the first, the last, all of ``highest``, and steps in between whose
+    distances grow by equal ratios, because a collapse comes early.
     """
     chosen = {steps[0], *highest}
     trained = [step for step in steps if step > 0]

@@ -1,1 +1,1 @@
-"""A run's config: keys as data, loading, and the reference page."""
+"""A run's config: the metadata of its keys, loading, and the reference page."""

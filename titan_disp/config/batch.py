@@ -23,11 +23,9 @@ def global_batch_size(job_config: JobConfig, dp_degree: int) -> int:
     TorchTitan's −1 stands for one microbatch on every data-parallel rank.
     """
     t = job_config.training
-    return (
-        t.global_batch_size
-        if t.global_batch_size > 0
-        else t.local_batch_size * dp_degree
-    )
+    if t.global_batch_size > 0:
+        return t.global_batch_size
+    return t.local_batch_size * dp_degree
 
 
 def slot_count(job_config: JobConfig, dp_degree: int) -> int:
@@ -73,13 +71,11 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
 
 
 def last_step(job_config: JobConfig, dp_degree: int) -> int:
-    """Return the step after which this job ends: that of budget.stop_at_tokens, or the
-    last of all steps.
+    """Return the step after which this job ends: the step that reaches
+    budget.stop_at_tokens, or the last step of the run.
     """
     stop = job_config.budget.stop_at_tokens
     steps = job_config.training.steps
-    return (
-        min(steps, -(-stop // tokens_per_step(job_config, dp_degree)))
-        if stop
-        else steps
-    )
+    if not stop:
+        return steps
+    return min(steps, -(-stop // tokens_per_step(job_config, dp_degree)))

@@ -1,8 +1,8 @@
 """The options of every subcommand of ``titan-disp``.
 
 Help shows a class's docstring as the subcommand's description, and a field's docstring
-as that of its option. Help must appear within a second, so that this module imports no
-torch. ``titan_disp.cli`` says which function takes which class.
+as the option's description. Help must appear within a second, so this module must not
+import torch. ``titan_disp.cli`` says which function takes which class.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ PictureFormats = Annotated[tuple[str, ...], arg(metavar="png|svg|pdf ...")]
 
 
 def check_least(options: object, **least: int) -> None:
-    """Raise ConfigError if one of the options of a command is less than that; None is
-    the default of its own.
+    """Raise ConfigError if an option of a command is less than its minimum. None, the
+    default of some options, passes.
     """
     for name, minimum in least.items():
         value = getattr(options, name)
@@ -80,8 +80,8 @@ class Nodes:
 @dataclass(frozen=True)
 class Machine(Nodes):
     gpu_memory: OptionalFloat = None
-    """memory of a GPU in GB. The default is that of its kind, or of this computer's GPU
-    that of the device.
+    """memory of a GPU in GB. The default is that of the kind of GPU, or the measured
+    memory if the GPU is this computer's.
     """
     gpu_flops: OptionalFloat = None
     """peak of a GPU in dense bf16 TFLOP/s. The default is that of its kind."""
@@ -107,8 +107,8 @@ class SlurmOptions(Nodes):
     gpus_per_node: int = 8
     """number of GPUs to request per node. 0 requests none, for nodes without GPUs."""
     site: str = "generic"
-    """settings of your cluster: the name of a file in slurm/sites without .sh, or a
-    path.
+    """file with the settings of your cluster: its name in slurm/sites without .sh, or
+    its path.
     """
     sbatch: Words = ()
     """further options for sbatch without dashes, such as --sbatch time=24:00:00
@@ -179,12 +179,12 @@ class SelftestOptions:
     """Check the loss, its kernels and a resume on the device at hand, and measure them.
     The exit status is 1 if a check fails.
 
-    Under torchrun (torchrun --nproc-per-node 8 -m titan_disp.cli selftest), ranks check
-    sequences that they share, too.
+    Under torchrun (torchrun --nproc-per-node 8 -m titan_disp.cli selftest), the ranks
+    also check sequences that they share.
     """
 
     json: OptionalPath = None
-    """file for the same content as JSON."""
+    """file to write the results to, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -288,8 +288,9 @@ class DigestOptions(ConfigOptions):
 
     @property
     def phases(self) -> list[tuple[int, int]]:
-        """The first step and the ranks of each phase. Raises ConfigError if they do not
-        fit together.
+        """The (first step, number of ranks) of each phase.
+
+        Raises ConfigError if --resume-at and --resume-ranks do not fit together.
         """
         steps = list(self.resume_at)
         ranks = list(self.resume_ranks)
@@ -322,9 +323,9 @@ class IndexOptions(ConfigOptions):
     """Index local training data: its documents, their text, and where reading can
     begin. Set stream.index to the result.
 
-    Only what is new or has changed is read, so that the command can be run again, and
-    on several nodes at once. It also counts documents that come twice, and held-out
-    documents that are in the training data.
+    Only new and changed files are read, so the command can be run again, and on several
+    nodes at once. It also counts duplicate documents, and held-out documents that are
+    in the training data.
     """
 
     config: Annotated[str, Positional, arg(metavar="CONFIG|FOLDER")]
@@ -365,8 +366,8 @@ class FetchOptions:
     runs.
     """
     shards: OptionalStr = None
-    """numbers of the training files (or of a single split's) to download, such as 0-63
-    or 0-3,17. The default is all (C4 has 1024, about 327 GB).
+    """numbers of the training files to download (or of the files of --split), such as
+    0-63 or 0-3,17. The default is all (C4 has 1024, about 327 GB).
     """
     split: Literal["both", "train", "validation"] = "both"
     """split to download, unless the data set's name includes it. With "both", the
@@ -426,9 +427,9 @@ class CondensationOptions:
     else drawn from its seed.
     """
     last_n: int = 5
-    """number of layers up to the final norm, or all if a model has fewer, over which
-    the table gives the mean cosine. metrics.json has it for every number, which the
-    authors' option of this name draws.
+    """number of last layers, up to the final norm, over which the table averages the
+    cosine (all layers if a model has fewer). metrics.json has the mean for every number
+    of last layers, as the authors' option of this name draws it.
     """
     logits: bool = False
     """measure the logits as one more layer."""
@@ -438,12 +439,12 @@ class CondensationOptions:
     """
     pad: OptionalInt = None
     """D: also measure tokens whose features are padded to D with random normal entries,
-    as in Appendix D of the paper. padded.csv has them, and bounds of their expected
-    cosine.
+    as in Appendix D of the paper. padded.csv has the measurements, and bounds of the
+    expected cosine.
     """
     contiguous: bool = False
-    """start each sequence at a random place of the text, instead of cutting it from
-    shuffled, joined pieces of it.
+    """start each sequence at a random place of the text, instead of shuffling pieces of
+    the text and joining them.
     """
     special_tokens: bool = False
     """give each sequence the special tokens that the tokenizer puts around a text."""
@@ -499,8 +500,8 @@ class ReportOptions:
     out: Path = Path("report.html")
     """file of the page, which needs no other file and no network."""
     evaluation: OptionalPath = None
-    """--out folder of titan-disp evaluate. The page shows its scores of tasks that have
-    published ones.
+    """--out folder of titan-disp evaluate. The page shows its scores for tasks with
+    published scores.
     """
 
 
@@ -603,13 +604,13 @@ class EvaluateOptions:
     """number of documents and examples. "paper" takes all documents of the paper's ten
     tasks, and five examples or none. The authors' scripts take 200 documents, and five
     examples or none ("authors-qwen3"), or 500 documents, and one example or none
-    ("authors-gpt2"). "authors-pretrain" has other tasks, as their evaluation of a run
-    of 156 B tokens: 200 documents, five examples or none, and weights in float16.
+    ("authors-gpt2"). "authors-pretrain" takes the tasks with which the authors evaluate
+    a run of 156 B tokens: 200 documents, five examples or none, and weights in float16.
     """
 
 
 @dataclass(frozen=True)
-class _Sweep:  # the help shows these before those of SLURM
+class _Sweep:  # help shows these options before those of SLURM
     file: SweepFile
     """TOML file of the sweep (docs/sweeps.md)."""
     jobs: int = 1
@@ -620,8 +621,8 @@ class _Sweep:  # the help shows these before those of SLURM
     """ranks per point on this machine."""
     submit: bool = False
     """submit an array of jobs (slurm/sweep.sbatch) instead of training here. The
-    options below apply to it. --dry-run also applies without it, and then prints what
-    would be trained.
+    options below apply only with --submit, except --dry-run, which otherwise prints
+    what would be trained here.
     """
 
 
@@ -643,7 +644,7 @@ class SweepOptions(SlurmOptions, _Sweep):
 
 @dataclass(frozen=True)
 class SweepTableOptions:
-    """Compare the conditions of a sweep: means over seeds, and differences to one
+    """Compare the conditions of a sweep: means over seeds, and differences from one
     condition, paired by seed.
 
     A condition is all points that differ only in their seeds. The runs may still be

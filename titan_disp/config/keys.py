@@ -1,10 +1,10 @@
-"""Facts about config keys that their type and help text do not state: what a value must
-be, whose the default is, and what it fixes.
+"""Metadata of config keys: the range of the value, where the default comes from, and
+what the key fixes for the life of a run.
 
-``job_config`` declares titan-disp's keys with ``key``. The facts about TorchTitan's keys
-are in ``torchtitan_keys.toml``. Checks, pages, the fingerprint of the data and the
-identity of the model loop over them. This module imports nothing heavy: ``titan-disp
-config`` answers while one types.
+``job_config`` declares titan-disp's keys with ``key``. The metadata of TorchTitan's keys
+is in ``torchtitan_keys.toml``. The checks, the pages, the fingerprint of the data and
+the identity of the model are computed from all of them. This module imports nothing
+heavy, so that ``titan-disp config`` answers at once.
 """
 
 import functools
@@ -41,32 +41,32 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about a key. Without any limit, all values of its type are allowed.
+    """Metadata of a key. Without limits, all values of the key's type are allowed.
 
     Attributes:
-        source: whose the default is: a key of ``SOURCES``.
-        means: one line for pages, in place of TorchTitan's own text.
-        least, above, most, below: bounds of a number; ``above`` and ``below`` are not
-            allowed themselves.
+        source: where the default comes from: a key of ``SOURCES``.
+        means: a description for pages, in one line, in place of TorchTitan's.
+        least, above, most, below: bounds of a number. The bounds ``above`` and ``below``
+            themselves are not allowed.
         noun: what a whole number counts, for the message.
         choices: the allowed values, or the allowed elements of a list.
-        pattern: the regular expression of an allowed text; form: what messages call
-            such a text.
-        besides: values that are allowed in addition, such as -1. A number with bounds is
-            infinite only if this is among them.
-        when, unless: values of other keys, or elements of lists. The limits hold only
-            if all keys of ``when`` and not all of ``unless`` have them.
-        needs: values that other keys must have if this key is set and not false. A list
-            must contain the value.
-        because: the reason for a limit, or what it means. It also follows messages about
-            values of another type.
+        pattern: a regular expression that an allowed text matches.
+        form: the allowed texts in words, for messages.
+        besides: values that are allowed in addition, such as -1. If a number has bounds,
+            infinity is allowed only if it is listed here.
+        when, unless: values of other keys. The limits apply only if all keys of ``when``
+            have these values, and not all keys of ``unless`` do. A key that is a list
+            has a value if the list contains it.
+        needs: values that other keys must have if this key is set and not false.
+        because: the reason for a limit, or what the limit means. Messages about values
+            of the wrong type end with it, too.
         free: the reason why all values are allowed.
         unused: the reason why no value has an effect, under the conditions of ``when``
             and ``unless``.
         path: whether the value is a path, in which ~ and $VARIABLES are replaced.
-        fixes: what another value would change, so that a resume refuses it.
-        modules: a folder of the package. The values are the names of the classes in it,
-            each written as ``name: ClassVar[str] = "…"``.
+        fixes: what another value would change. A resume refuses another value.
+        modules: a folder of the package. The allowed values are the names of its
+            classes, each written as ``name: ClassVar[str] = "…"``.
         also: the key's names in other programs or versions.
     """
 
@@ -101,7 +101,7 @@ class Facts:
 
     @property
     def range(self) -> str:
-        """Such as "≥ 0 and < 1", or an empty text."""
+        """The bounds in words, such as "≥ 0 and < 1", or an empty text."""
         return " and ".join(
             f"{BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()
         )
@@ -125,7 +125,7 @@ class Facts:
 
     @property
     def allowed(self) -> str:
-        """What messages and pages call the allowed values."""
+        """The allowed values in words, for messages and pages."""
         form = self.form
         if self.range:
             form = f"a number {self.range}"
@@ -136,16 +136,16 @@ class Facts:
 
     @property
     def reason(self) -> str:
-        """The sentence for pages why values are limited or not."""
+        """Why the values are limited or not, for pages."""
         if self.unused:
             return f"No effect: {self.unused}."
         return self.because or self.free
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ConfigError if the value of the key, or an element of it, is not
+        """Raise ConfigError if the value of the key, or an element of a list, is not
         allowed.
         """
-        for element in value if isinstance(value, list) else [value]:
+        for element in elements(value):
             if not self.allows(element):
                 raise ConfigError(
                     f"{name} is {written(value)}, expected {self.allowed}"
@@ -159,9 +159,16 @@ class Facts:
         return f": {self.because}" if self.because else ""
 
 
+def elements(value: Any) -> list[Any]:
+    """Return the elements of a list, or a list of any other value."""
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
 def has(value: Any, part: Any) -> bool:
-    """Return whether a value is ``part``, or a list with it."""
-    return part in (value if isinstance(value, list) else [value])
+    """Return whether a value is ``part``, or a list that contains ``part``."""
+    return part in elements(value)
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -170,7 +177,10 @@ def value_of(config: Any, key: str) -> Any:
     """
     value = config
     for name in key.split("."):
-        value = value[int(name)] if isinstance(value, list) else getattr(value, name)
+        if isinstance(value, list):
+            value = value[int(name)]
+        else:
+            value = getattr(value, name)
     return value
 
 
@@ -182,7 +192,9 @@ def set_value(config: Any, key: str, value: Any) -> None:
 
 def written(value: Any) -> str:
     """Return a value as messages show it."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
 def key(default: Any, source: str = "ours", **facts: Any) -> Any:
@@ -196,14 +208,14 @@ def key(default: Any, source: str = "ours", **facts: Any) -> Any:
 
 
 def facts_of(field: Field[Any]) -> Facts:
-    """Return what a field says, which is nothing if it is TorchTitan's."""
+    """Return the metadata of a field, which is empty for a field of TorchTitan's."""
     return field.metadata.get("facts", Facts())
 
 
 @functools.cache
 def torchtitan_facts() -> dict[str, Facts]:
-    """Return the facts about TorchTitan's keys by full name, such as "optimizer.lr",
-    without the keys that titan-disp declares anew.
+    """Return the metadata of TorchTitan's keys by their full names, such as
+    "optimizer.lr", without the keys that titan-disp declares itself.
     """
     file = Path(__file__).with_name("torchtitan_keys.toml")
     facts: dict[str, Facts] = {}

@@ -25,7 +25,7 @@ from titan_disp.tables import literal
 
 ALL_ITEMS = typeguard.CollectionCheckStrategy.ALL_ITEMS
 MODULE = "titan_disp.job_config"
-# The types of values that their section turns into others.
+# The types that values have before their section converts them.
 RAW_TYPES = {"stream.sources": list[dict[str, Any]]}
 _WORDS = {
     "true": True,
@@ -56,11 +56,11 @@ def _types(section: Any) -> dict[str, Any]:
     return {f.name: f.type for f in dataclasses.fields(section)}
 
 
-# What an error of tomli means most often, by the beginning of its text.
+# The most frequent cause of an error of tomli, by the beginning of the error's text.
 TOML_HINTS = {
     "Invalid value": "a text needs straight quotes, and a number has no leading zero",
-    "Cannot overwrite a value": "a key or a section stands there twice",
-    "Cannot declare": "a section stands there twice",
+    "Cannot overwrite a value": "a key or a section is defined twice",
+    "Cannot declare": "a section is defined twice",
     "Illegal character '\\n'": "a quote is not closed",
     "'utf-8' codec": "the file is no UTF-8 text",
 }
@@ -69,7 +69,7 @@ TOML_HINTS = {
 def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ConfigError."""
     try:
-        # Windows editors write a mark at the beginning, which "utf-8-sig" leaves out.
+        # "utf-8-sig" drops the byte-order mark that Windows editors write.
         return tomli.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
@@ -89,7 +89,9 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _near(path: str) -> str:
-    """Return a hint at a file with a name like that of a missing one, or ""."""
+    """Return a hint at a file whose name is similar to that of a missing file, or an
+    empty text.
+    """
     if os.path.lexists(path):
         return ""
     files = {file.name: str(file) for file in Path(path).parent.glob("*.toml")}
@@ -97,8 +99,9 @@ def _near(path: str) -> str:
 
 
 def _fill(section: Any, toml: Mapping[str, Any], prefix: str = "") -> None:
-    """Set the keys of a section and of those in it from a TOML table. ``prefix``: the
-    section's name, with a dot.
+    """Set the keys of a section and of its subsections from a TOML table.
+
+    ``prefix`` is the section's name with a dot, or empty for the whole config.
     """
     types = _types(section)
     for name, value in toml.items():
@@ -123,8 +126,8 @@ def _fill(section: Any, toml: Mapping[str, Any], prefix: str = "") -> None:
 
 
 def _is_a(value: Any, type_: Any) -> bool:
-    """Return whether a value is of this type. True and false are not numbers. Whole
-    numbers have 64 bits.
+    """Return whether a value has this type. True and false are not numbers, and whole
+    numbers have at most 64 bits.
     """
     if isinstance(value, bool) and "bool" not in str(type_):
         return False
@@ -137,18 +140,20 @@ def _is_a(value: Any, type_: Any) -> bool:
 
 
 def _of_type(value: Any, type_: Any) -> Any:
-    """Return a value, but a whole number of a key of type float as a float."""
-    return float(value) if type_ is float else value
+    """Return a value, converted to float if that is the type of its key."""
+    if type_ is float:
+        return float(value)
+    return value
 
 
 def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
     """Return the values of a type that the words of an option can mean, the likeliest
     first. An option without words means true, as in TorchTitan.
 
-    A list is written as in TOML, with commas, or as several words. Its items may be
-    lists (``a,b c``). A list of one item can also mean this item.
+    A list is written as in TOML, with commas, or as several words. The items of a list
+    may be lists (``a,b c``). A list of one item can also mean the item itself.
     """
-    # what is between blanks, commas, brackets and quotes
+    # The items are separated by blanks, commas, brackets and quotes.
     items = re.findall(r"""[^\s,\[\]"']+""", " ".join(words))
     values: list[Any] = [] if words else [True]
     for texts in (words, items):
@@ -162,8 +167,10 @@ def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
 
 
 def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
-    """Return the error about a value of another type than its key's. Its hint is what
-    the value means as a word of the command line, or else a choice with a similar name.
+    """Return the error about a value of the wrong type.
+
+    The error suggests the value that the same word means on the command line, or else a
+    choice with a similar name.
     """
     expected = reference.types().get(key, str(type_))
     choices = re.findall(r'"(.+?)"', expected)
@@ -173,7 +180,7 @@ def _wrong_type(key: str, value: Any, type_: Any) -> ConfigError:
     if type_ is int and isinstance(number, float) and number.is_integer():
         word = str(int(number))
     meanings = _meanings([word], type_)
-    # A list, or the words of a table, would be shown as a list of words.
+    # ``_meanings`` would turn a list, or the words of a table, into a list of words.
     if meanings and "table" not in expected and not isinstance(value, list):
         hint = f" (write {written(meanings[0])})"
     ending = "" if hint else all_facts().get(key, Facts()).ending
@@ -187,11 +194,11 @@ def check_type(key: str, value: Any, type_: Any) -> None:
 
 
 def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the key of each option, such as "training.steps", and the words up to the
-    next option.
+    """Return each option's key, such as "training.steps", and the words that follow the
+    option.
 
     Raises ConfigError for a word before the first option, and for the name of a key
-    without its dashes.
+    without dashes.
     """
     options: list[tuple[str, list[str]]] = []
     for word in argv:
@@ -211,13 +218,14 @@ def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(key: str, words: list[str], type_: Any) -> Any:
-    """Return the value of a key that words of the command line mean. The type of a
-    table (tables.py) says how the table is read.
+    """Return the value that words of the command line mean for a key.
+
+    The types of tables (tables.py) have parsers of their own.
     """
     text = " ".join(words)
-    readers = getattr(type_, "__metadata__", ())
-    if readers:
-        return readers[0].instance_from_str([text])
+    parsers = getattr(type_, "__metadata__", ())
+    if parsers:
+        return parsers[0].instance_from_str([text])
     meanings = _meanings(words, type_)
     if not meanings:
         raise _wrong_type(key, text, type_)
@@ -249,23 +257,23 @@ def _set(config: JobConfig, option: str, words: list[str]) -> None:
 
 
 def expanded(key: str, path: str) -> str:
-    """Return the path of a key in which ~, ~USER, $NAME and ${NAME} are replaced.
+    """Return a key's path with ~, ~USER, $NAME and ${NAME} replaced.
 
     Raises:
         ConfigError: there is no such user or variable.
     """
-    whole = os.path.expanduser(os.path.expandvars(path))
-    unknown = re.search(r"^~[^/]*|\$(\w+|\{\w+\})", whole)
+    full_path = os.path.expanduser(os.path.expandvars(path))
+    unknown = re.search(r"^~[^/]*|\$(\w+|\{\w+\})", full_path)
     if unknown:
         raise ConfigError(
             f"{key} is {path!r}, but {unknown[0]} is no user or variable here: set the "
             "variable, or write the path without it (a name that begins with ~: ./~name)"
         )
-    return whole
+    return full_path
 
 
 def expand_paths(config: Any) -> None:
-    """Replace ~ and variables in the paths of a config."""
+    """Replace ~ and environment variables in the paths of a config."""
     paths = [key for key, facts in all_facts().items() if facts.path]
     paths += [f"stream.sources.{i}.path" for i in range(len(config.stream.sources))]
     for key in paths:
@@ -275,7 +283,7 @@ def expand_paths(config: Any) -> None:
 
 
 def _module_of(toml: Mapping[str, Any]) -> str:
-    """Return the module that a TOML file names for more keys, or titan-disp's."""
+    """Return the job.custom_config_module of a TOML file, or else titan-disp's module."""
     job = toml.get("job")
     key = "job.custom_config_module"
     if not isinstance(job, dict) or not job.get("custom_config_module"):
@@ -285,10 +293,10 @@ def _module_of(toml: Mapping[str, Any]) -> str:
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Return the config of TorchTitan's arguments: the command line takes precedence
-    over the TOML file.
+    """Return the config of TorchTitan's command-line arguments, which take precedence
+    over the TOML file that they name.
 
-    titan-disp's sections are known whether or not the TOML file sets
+    titan-disp's sections are known even if the TOML file does not set
     ``job.custom_config_module``.
 
     Raises:

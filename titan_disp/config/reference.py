@@ -1,9 +1,9 @@
 """``titan-disp config`` and ``docs/configuration.md`` list every key with its type,
 default and description.
 
-They are read from the source code of ``titan_disp/job_config.py`` and of TorchTitan's,
-where the string below a field describes it. Importing the modules would take the many
-seconds of PyTorch.
+The keys are read from the source code of ``titan_disp/job_config.py`` and TorchTitan's
+``job_config.py``, where the string below a field describes it. Importing TorchTitan's
+module would import PyTorch, which takes many seconds.
 """
 
 import ast
@@ -25,7 +25,7 @@ NAMES = {type_.__name__: name for type_, name in TYPE_NAMES.items()} | {
     "Options": "a table",
     "Losses": "tables",
 }
-# What else than its value decides about a key: attributes of ``Facts``, in phrases.
+# How pages word the attributes of ``Facts`` that refer to other keys.
 PHRASES = {
     "when": "if {} = {}",
     "unless": "unless {} = {}",
@@ -60,23 +60,25 @@ class Section:
 
     @property
     def title(self) -> str:
-        """The TOML heading. [[stream.sources]] is an array of tables; the keys of
-        [stream] are not in it.
+        """The TOML heading, such as "[stream]", or "[[stream.sources]]" for an array of
+        tables.
         """
-        return f"[[{self.name}]]" if self.name == "stream.sources" else f"[{self.name}]"
+        if self.name == "stream.sources":
+            return f"[[{self.name}]]"
+        return f"[{self.name}]"
 
 
 def _type(annotation: str, facts: Facts) -> str:
-    """Return a type for readers: str | None → string; Literal["a", "b"] → "a" or "b"; a
-    number with a range → 1 or more steps.
+    """Return a key's type in words: "a string" for str | None, '"a" or "b"' for
+    Literal["a", "b"], and "1 or more steps" for a number with a range.
     """
     alternatives = list(_alternatives(annotation))
     if facts.modules:
         alternatives = [*_modules(facts.modules), '"package.module:Class"']
     elif facts.limited and not facts.when and "list" not in annotation:
         return facts.allowed
-    *others, last = alternatives
-    return " or ".join(filter(None, [", ".join(others), last]))
+    *leading, last = alternatives
+    return " or ".join(filter(None, [", ".join(leading), last]))
 
 
 def _modules(folder: str) -> list[str]:
@@ -112,8 +114,8 @@ def _default(node: ast.expr | None) -> str:
 
 
 def _sections(source: Path) -> Iterator[Section]:
-    """Yield all sections of the file's class JobConfig in its order, including nested
-    ones.
+    """Yield all sections of the class JobConfig in a source file, in the file's order,
+    including nested sections.
     """
     statements = ast.parse(source.read_text()).body
     classes = {c.name: c for c in statements if isinstance(c, ast.ClassDef)}
@@ -123,7 +125,7 @@ def _sections(source: Path) -> Iterator[Section]:
 def _of_class(
     section: ast.ClassDef, name: str, classes: dict[str, ast.ClassDef]
 ) -> Iterator[Section]:
-    """Yield a section, unless it has no keys, and those in it."""
+    """Yield a section, unless it has no keys, and then the sections nested in it."""
     keys: list[Key] = []
     nested: dict[str, ast.ClassDef] = {}
     for field, below in pairwise([*section.body, ast.Pass()]):
@@ -152,9 +154,7 @@ def _of_class(
 
 
 def _text(node: ast.ClassDef | ast.Module) -> str:
-    """Return the string with which a class or a list of statements begins in one line,
-    or an empty text.
-    """
+    """Return the docstring of a class or a module as one line, or an empty text."""
     return " ".join((ast.get_docstring(node) or "").split())
 
 
@@ -166,8 +166,8 @@ def own_sections() -> list[Section]:
 
 
 def torchtitan_sections() -> list[Section]:
-    """Return TorchTitan's sections without the keys for which titan-disp has other
-    defaults.
+    """Return TorchTitan's sections without the keys that titan-disp declares itself, with
+    other defaults.
     """
     spec = find_spec("torchtitan")  # finds the package without importing it
     assert spec
@@ -180,14 +180,16 @@ def torchtitan_sections() -> list[Section]:
 
 
 def types() -> dict[str, str]:
-    """Return the type of each key by its full name, in words."""
+    """Return each key's type in words, by the key's full name."""
     sections = (*own_sections(), *torchtitan_sections())
     keys = chain.from_iterable(section.keys for section in sections)
     return {key.full: key.type for key in keys}
 
 
 def _used() -> Iterator[Section]:
-    """Yield TorchTitan's sections with the most used keys only, and their meaning."""
+    """Yield TorchTitan's sections with only their most used keys, which ``Facts.means``
+    describes.
+    """
     for section in torchtitan_sections():
         used = [key for key in section.keys if key.facts.means]
         if used:
@@ -196,7 +198,7 @@ def _used() -> Iterator[Section]:
 
 
 def limits(facts: Facts) -> Iterator[str]:
-    """Yield what is checked of a key, or why nothing is, in phrases."""
+    """Yield the limits of a key's value, in words."""
     if facts.limited:
         yield facts.allowed
     for name, phrase in PHRASES.items():
@@ -220,8 +222,8 @@ def _lines(section: Section) -> Iterator[str]:
 
 
 def _find(name: str) -> Iterator[Section]:
-    """Yield a section (titan-disp's keys first), one key, or all keys with this last
-    part in any section.
+    """Yield the section ``name`` (titan-disp's keys first), or the sections of all keys
+    whose full name or last part is ``name``, with only these keys.
     """
     for section in (*own_sections(), *torchtitan_sections()):
         keys = section.keys
@@ -233,18 +235,20 @@ def _find(name: str) -> Iterator[Section]:
 
 
 def _explained(key: Key) -> Key:
-    """Return one of TorchTitan's keys with its limits and its meaning in its text."""
+    """Return a key. The text of a key of TorchTitan's also gets its meaning and limits."""
     facts = key.facts
-    phrases = [*limits(facts), facts.reason.rstrip(".")]
     if facts.source != TORCHTITAN:
         return key
-    text = f"{facts.means} TorchTitan: {key.text}" if facts.means else key.text
+    text = key.text
+    if facts.means:
+        text = f"{facts.means} TorchTitan: {text}"
+    phrases = [*limits(facts), facts.reason.rstrip(".")]
     return replace(key, text=f"{text} [{'; '.join(filter(None, phrases))}.]".lstrip())
 
 
 def reference(name: str | None) -> str:
-    """Return titan-disp's keys and the most used ones of TorchTitan, or one section or
-    key in full.
+    """Return the text about titan-disp's keys and the most used keys of TorchTitan, or
+    about the section or key ``name``.
     """
     ours = own_sections()
     if name is not None:
@@ -301,9 +305,9 @@ Unknown keys, values of the wrong type and numbers that are out of range are ref
 
 ## titan-disp's keys
 
-The column *default from* says whose a default is; [loss.md](loss.md#where-the-defaults-come-from) says more. A key that is
-*fixed for the life of a run* decides which model it trains, or on which data. A resume with another value is refused (or,
-if it concerns the data and `stream.on_mismatch` is "restart", begins a new epoch of them).
+The column *default from* says where a default comes from; [loss.md](loss.md#where-the-defaults-come-from) says more. A key
+that is *fixed for the life of a run* decides which model the run trains, or on which data. A resume with another value is
+refused. If the key concerns the data and `stream.on_mismatch` is "restart", the resume begins a new epoch instead.
 
 {ours}
 
@@ -311,13 +315,13 @@ if it concerns the data and `stream.on_mismatch` is "restart", begins a new epoc
 
 The defaults are TorchTitan's. Keys whose defaults titan-disp changes are listed above.
 
-{others}
+{torchtitan}
 
 ## What is checked of TorchTitan's keys
 
 `plan`, `submit`, `preflight`, sweeps and every start refuse values that TorchTitan 0.2.2 would train with wrongly, or that
-would end in an error later. This table has all of its keys. Without *expected*, every value of the key's type works, or the
-key has no effect. An element of a list is expected to be one of the values.
+would end in an error later. This table has all keys of TorchTitan. If *expected* is empty, every value of the key's type
+works, or the key has no effect. For a list, *expected* applies to each element.
 
 The learning rate and λ of the whole run are computed as well, with TorchTitan's own function: a learning rate that is
 negative or not finite is refused, and so is a λ that is not finite. `titan-disp plan` prints both, and warns of a rate that
@@ -330,8 +334,10 @@ rises again after its peak or never reaches `optimizer.lr`.
 def markdown() -> str:
     """Return the content of ``docs/configuration.md``."""
     ours = "\n\n".join(map(_table, own_sections()))
-    others = "\n\n".join(map(_table, _used()))
-    return PAGE.format(ours=ours, others=others, limits="\n".join(_limits_table()))
+    torchtitan = "\n\n".join(map(_table, _used()))
+    return PAGE.format(
+        ours=ours, torchtitan=torchtitan, limits="\n".join(_limits_table())
+    )
 
 
 def _row(*cells: str) -> str:

@@ -4,13 +4,13 @@ A run has S *slots* (``stream.slots``), which are streams of documents. Every gl
 batch takes the same number of sequences from each slot, so that the batches do not
 depend on the number of ranks. A rank reads a contiguous range of slots. An *epoch* of a
 slot is one time through its share of the documents. A *source* is a data set with a
-weight ([[stream.sources]]). A *position* is where a slot is (``position``).
+weight ([[stream.sources]]). A *position* says where a slot continues (``position``).
 
 Once, at the start::
 
     sources.list_and_check      the files of all data sets, on rank 0: listing and
-      │                         stores list them, findings looks at each, index knows
-      │                         them already; ledger: what becomes of them
+      │                         stores list them; findings looks at each file, or index
+      │                         describes it; ledger says what becomes of each
       ▼
     assignment.Assignment       which slot reads which documents of these files
       │
@@ -41,8 +41,8 @@ For every batch, in a rank's prefetch worker, where each step asks the one above
     loader.StreamLoader         batches, in the training process; it moves its positions
                                 past them
 
-``options`` holds what all these steps take. ``validation`` takes the first sequences of
-the validation split from ``stream``. ``hf_tokenizer`` makes a model's tokenizer for
-export. The commands that write data (fetch, indexing, sample) are in
+``options`` holds the options of all these steps. ``validation`` takes the first
+sequences of the validation split from ``stream``. ``hf_tokenizer`` makes a model's
+tokenizer for export. The commands that write data (fetch, indexing, sample) are in
 ``titan_disp.lab``.
 """

@@ -1,8 +1,7 @@
-"""Which documents each slot reads in each epoch.
+"""``Assignment`` decides which documents each slot reads in each epoch.
 
-``Assignment`` answers this, and nothing here reads a file. The result depends on the
-files, the number of slots, the seed and the epoch. It does not depend on the number of
-ranks.
+Nothing here reads a file. The result depends on the files, the number of slots, the seed
+and the epoch. It does not depend on the number of ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
 into one *run* per slot::
@@ -11,7 +10,7 @@ into one *run* per slot::
     runs    |     slot 0     |     slot 1     |   slot 2   |     of equal length
 
 The length of a file on the line is its size in bytes. If the files of a source hold
-different amounts of text per byte, it is the size times that amount. A rank owns
+different amounts of text per byte, the length is the size times that amount. A rank owns
 neighbouring slots, and therefore one stretch of the line. It reads only the files of
 this stretch, so all ranks together open a file at most files + ranks times.
 
@@ -49,11 +48,11 @@ from titan_disp.errors import ConfigError
 # documents
 VERSION = 6
 KEYS = 1 << 64
-# a cut closer to a file's edge than 1/8 of a run moves to it: for a sliver, a slot
-# would read the file
+# A cut that is closer to a file's edge than 1/8 of a run moves to the edge. Otherwise, a
+# slot would read a whole file for a sliver of it.
 _MIN_PART = 8
-# blocks are divided, instead of documents, if a run's length of the file would hold at
-# least this many
+# A file's blocks are divided, instead of its documents, if a piece of the file that is
+# as long as a run has at least this many blocks.
 _MIN_BLOCKS = 16
 _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
@@ -62,14 +61,14 @@ _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 class Segment:
     """The documents of one file that a slot owns: those whose key is in [low, high)."""
 
-    file: int  # index of the file among those of all sources
+    file: int  # index among the files of all sources
     low: int  # first key, from 0
     high: int  # key after the last one, at most 2⁶⁴
-    shift: int  # of the keys, see ``key``
-    length: int  # on the line, in 1/S byte
+    shift: int  # added to all keys, see ``key``
+    length: int  # length on the line, in units of 1/S byte
     text: int = 0  # estimated bytes of text
-    # Whether the file is divided by blocks. A *unit* of the file, which one slot owns,
-    # is then a visit of a block, and otherwise a document.
+    # Whether the file is divided by blocks. The *units* of the file, each of which one
+    # slot owns, are then the visits of its blocks, and otherwise its documents.
     dealt: bool = False
 
     @property
@@ -92,11 +91,11 @@ class Segment:
         return any(map(self.owns, range(start, end)))
 
     def visits(self, blocks: Blocks | None) -> Visits | None:
-        """Return the order in which a pass reads ``blocks``, those of the segment's
-        file, or None if the file has none.
+        """Return the order in which a pass reads the ``blocks`` of the segment's file,
+        or None if the file has no blocks.
 
-        If the file is divided by blocks, each epoch has another order. Otherwise the
-        blocks are read as they are stored.
+        If the file is divided by blocks, each epoch has a different order. Otherwise,
+        the blocks are read in stored order.
         """
         if blocks is None:
             return None
@@ -113,7 +112,7 @@ class Part(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """What one slot reads in one epoch; at least one segment.
+    """The segments that one slot reads in one epoch, at least one.
 
     Attributes:
         parts: the segments of each part that is not empty. The head is one segment, the
@@ -126,8 +125,8 @@ class Run:
 
     @cached_property
     def lengths(self) -> dict[Part, int]:
-        """The length of each part on the line, in 1/S byte. The slot takes text from
-        the parts in this proportion.
+        """The length of each part on the line, in units of 1/S byte. The slot takes text
+        from the parts in this proportion.
         """
         return {
             part: sum(segment.length for segment in segments)
@@ -181,7 +180,7 @@ class Share:
     @property
     def tokens(self) -> float:
         """The fraction of the run's tokens that come from this source, 0 to 1. Every
-        slot supplies the same number.
+        slot supplies the same number of tokens.
         """
         return self.slots / self.total
 
@@ -193,8 +192,9 @@ class Share:
 class _Source:
     """The runs of one source's slots.
 
-    Outside of this class, slots and files of all sources are numbered in one row: this
-    source's begin at ``first_slot`` and ``first_file``.
+    Outside of this class, the slots of all sources are numbered consecutively, and so
+    are their files. The numbers of this source begin at ``first_slot`` and
+    ``first_file``.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class _Source:
         self.seed = seed
         densities = [file.density for file in files if file.density]
         self.min_density = min(densities, default=1.0)
-        # An empty file has a length of one byte, because some slot must read it to
+        # An empty file has a length of one byte, because a slot must read the file to
         # report that it is empty.
         self.lengths = [
             max(round(file.size * file.density / self.min_density), 1) * self.slots
@@ -282,10 +282,10 @@ class Assignment:
 
     Attributes:
         slots: the number of slots.
-        seed: of the order of the files.
+        seed: the seed of the order of the files.
         first_files: the index of each source's first file.
-        dealt: for each file, whether it is divided by blocks.
-        run: see ``_run``, whose results it remembers.
+        dealt: whether each file is divided by blocks.
+        run: ``_run`` with a cache of its results.
     """
 
     def __init__(
@@ -294,11 +294,11 @@ class Assignment:
         """Assign files to slots.
 
         Args:
-            files: of all sources, in the order of ``shares``, and ``prefixed`` if there
-                are several sources. Only their names, sizes, densities and blocks
-                matter.
+            files: the files of all sources, in the order of ``shares``. If there are
+                several sources, ``prefixed`` has renamed the files. Only their names,
+                sizes, densities and blocks matter.
             shares: each source's slots.
-            seed: of the order of the files.
+            seed: the seed of the order of the files.
         """
         self.slots = sum(share.slots for share in shares)
         self.seed = seed
@@ -321,8 +321,8 @@ class Assignment:
         return source.run(slot, epoch)
 
     def slots_of_ranks(self, per_rank: int) -> Iterator[range]:
-        """Yield the slots of each rank, if a rank has ``per_rank`` of them, at least
-        one. The last rank may have fewer.
+        """Yield the slots of each rank: ``per_rank`` slots, but at least one. The last
+        rank may have fewer.
         """
         step = max(1, per_rank)
         for first in range(0, self.slots, step):
@@ -336,11 +336,12 @@ class Assignment:
         return source.owners(file, epoch)
 
     def unseen(self) -> float:
-        """Return the estimated fraction of all text, 0 to 1, by which runs of epoch 0
-        are longer than the average run. Expects a single source.
+        """Return the estimated fraction of all text, 0 to 1, that is still unread when
+        every slot has read as many bytes as the average run of epoch 0 has. Expects a
+        single source.
 
-        Slots read equally fast. When each has read as many bytes as the average run
-        has, this text is not read yet.
+        Slots read equally fast. The unread text is the part of the longer runs that
+        exceeds the average.
         """
         texts = [
             sum(segment.text for segment in self.run(slot, 0).segments)
@@ -360,16 +361,16 @@ class Assignment:
 
 
 def _overlapping(edges: list[int], begin: int, end: int) -> range:
-    """Return the range of all i for which the interval from edges[i] to edges[i + 1]
-    shares more than a point with the one from ``begin`` to ``end``.
+    """Return the range of all i for which the intervals [edges[i], edges[i + 1]] and
+    [begin, end] share more than a point.
 
-    ``edges`` ascend, and ``begin`` < ``end`` lie between the first and the last.
+    ``edges`` ascend. ``begin`` < ``end`` lie between the first and the last edge.
     """
     return range(bisect_right(edges, begin) - 1, bisect_left(edges, end))
 
 
 def _cut(edges: list[int], slots: int) -> list[int]:
-    """Return where each slot's run begins on the line, and where the last one ends:
+    """Return where each slot's run begins on the line, and where the last run ends:
     ``slots`` + 1 numbers.
 
     Each run gets an equal share of what remains of the line. A cut close to the edge of
@@ -399,7 +400,7 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
     Slots that remain after rounding down go to the largest remainders, and among equal
     ones to the first source. Raises ConfigError if a source gets no slot.
     """
-    # 0.1 is exactly one tenth
+    # so that 0.1 is exactly one tenth
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
     quotas = {
         name: slots * weight / sum(exact.values()) for name, weight in exact.items()
@@ -425,8 +426,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
 
 
 def far_from_weights(shares: Sequence[Share]) -> str | None:
-    """Return a warning if any source's share of the tokens differs from the one that
-    was asked for by more than a tenth of it, else None.
+    """Return a warning if a source's share of the tokens differs by more than 10 % from
+    the share that its weight asks for, else None.
     """
     far = [
         str(share)

@@ -2,9 +2,9 @@
 
 The index of the data finds them (``index``).
 
-A pass visits a file's blocks in an order that changes with the epoch, so that a corpus
-whose files are sorted is mixed, and leaves out those that none of its slots owns. In a
-file with blocks, the index of a document counts in this order.
+A pass visits a file's blocks in an order that changes with the epoch, which mixes sorted
+files. It leaves out the blocks that none of its slots owns. In a file with blocks,
+documents are numbered in the order of the visits.
 """
 
 from bisect import bisect_right
@@ -18,13 +18,13 @@ STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Describe the B blocks of a file.
+    """The B blocks of a file.
 
-    A place is in bytes, in row groups of a Parquet file, or in documents if a file
-    beside it says where each of them is.
+    Places are counted in bytes, in row groups of a Parquet file, or in documents of a
+    file of Megatron-LM, whose .idx says where each document is.
     """
 
-    # [B + 1] int64, the number of documents before each block, and in the file
+    # [B + 1] int64, the number of documents before each block, and in the whole file
     first: np.ndarray
     # [B + 1] int64, where each block begins, and where the last one ends
     places: np.ndarray
@@ -36,7 +36,7 @@ class Blocks:
 def permutation(key: int, count: int) -> list[int]:
     """Return 0 … count − 1 in a pseudorandom order that ``key`` (64 bits) decides.
 
-    They are sorted by the first ``count`` numbers of SplitMix64 with this key (Steele,
+    The sort keys are the first ``count`` numbers of SplitMix64 with this key (Steele,
     Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), which
     gives no number twice. The generator is written out here because the order must not
     change with the version of Python or numpy.
@@ -50,13 +50,17 @@ def permutation(key: int, count: int) -> list[int]:
 
 
 class Visits:
-    """Say in which order a pass visits the blocks of a file."""
+    """The order in which a pass visits the blocks of a file.
+
+    Attributes:
+        dealt: whether blocks are dealt out to the slots, instead of documents.
+        first: the number of documents before each visit, and in the whole file.
+        spans: for each visit, the places where its block begins and ends.
+    """
 
     def __init__(self, blocks: Blocks, key: int | None) -> None:
-        """``key`` decides the order.
-
-        Without one it is that of the file, and documents instead of blocks are dealt
-        out.
+        """``key`` decides the order. If it is None, the blocks are visited in stored
+        order, and are not dealt out.
         """
         self.dealt = key is not None
         order = (
@@ -64,14 +68,13 @@ class Visits:
             if key is None
             else np.array(permutation(key, len(blocks)), dtype=np.int64)
         )
-        # documents before each visit
         self.first = [0, *np.cumsum(np.diff(blocks.first)[order]).tolist()]
         self.spans = np.stack(
             [blocks.places[order], blocks.places[order + 1]], axis=1
         ).tolist()
 
     def of(self, index: int) -> int:
-        """Return the visit in which a document is read; the number of visits if there
-        is no such document.
+        """Return the number of the visit in which a document is read, or the number of
+        all visits if there is no such document.
         """
         return bisect_right(self.first, index) - 1

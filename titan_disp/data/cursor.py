@@ -1,9 +1,8 @@
-"""A cursor gives the documents of a slot, one after another, without those that cannot
-be used.
+"""A cursor returns the usable documents of a slot, one after another.
 
-The rules for skipping look at one slot and one file only, so that any number of ranks
-skips the same documents. All that lies between two usable documents of a slot is
-skipped in one call. No stored position lies within it, so that a resume skips the same.
+The rules for skipping depend on one slot and one file only, so any number of ranks
+skips the same documents. Everything between two usable documents of a slot is skipped
+in one call. No stored position lies in between, so a resume skips the same documents.
 """
 
 import sys
@@ -43,19 +42,19 @@ _BAD_END = 100
 
 # A slot gives up after …
 _BAD = 1000  # … unusable documents in a row, once it has read its whole share
-# … times as many epochs in a row without any document as there are slots: this
-# happens to a sound corpus with probability e⁻²⁰
+# … epochs in a row without any document, times the number of slots: this happens to a
+# sound corpus with probability e⁻²⁰
 _EPOCHS = 20
 # … unusable documents in a row anywhere, because the other ranks wait in the meantime
 _HOPELESS = 20_000
 _HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 
-_MOST_LOGGED = 1000  # documents that a rank reports
+_MOST_LOGGED = 1000  # faults that a rank logs
 
 
 class Faults:
-    """Reports documents and files of a rank that cannot be used, and decides when the
-    rest of a file is skipped.
+    """Reports a rank's unusable documents and files, and decides when the rest of a file
+    is skipped.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Faults:
         return self._sources[bisect_right(self._first_files, file) - 1]
 
     def report(self, fault: str, limit: int = _MOST_LOGGED) -> None:
-        """Log a fault, unless it was logged before, or ``limit`` others were.
+        """Log a fault, unless it was logged before, or ``limit`` other faults were.
 
         ``fault`` names what is skipped and says why. If stream.on_bad_data is "fail",
         nothing is skipped: this raises DataError with ``fault``.
@@ -95,11 +94,11 @@ class Faults:
             logger.warning(text)
 
     def too_many(self, file: int, in_a_row: int, threshold: int) -> str | None:
-        """Return the reason why the rest of a file is skipped: its last ``in_a_row``
-        documents cannot be used. Return None if the file is read on.
+        """Return the reason to skip the rest of a file whose last ``in_a_row`` documents
+        cannot be used, or None to read on.
 
-        It is read on if ``in_a_row`` is less than ``threshold``, or if the file has
-        more bytes than the fraction stream.max_skipped_fraction of its source.
+        The file is read on if ``in_a_row`` is less than ``threshold``, or if the file
+        has more bytes than the fraction stream.max_skipped_fraction of its source.
         """
         if in_a_row < threshold:
             return None
@@ -115,27 +114,27 @@ class Document:
 
     content: str | np.ndarray  # a text, or token ids as stored
     size: int  # bytes in UTF-8, or of the ids as stored
-    # [k] int64, the slot's position before this document and the unusable ones of its
-    # file that are directly before it …
+    # [k] int64, the slot's position before this document, and before the unusable
+    # documents of its file that directly precede it
     start: np.ndarray
-    end: np.ndarray  # … and after it
+    end: np.ndarray  # [k] int64, the slot's position after this document
 
 
 @dataclass
 class _Search:
-    """What a slot has met since its last usable document."""
+    """Counts of what a slot has met since its last usable document."""
 
-    epochs: int = 0  # that ended
+    epochs: int = 0  # epochs that ended
     empty: int = 0  # documents without text
     bad: int = 0  # documents that cannot be used
-    # of the bad ones, the most recent, all in the current file, and their bytes; empty
-    # documents may stand between them (``Position.choose`` stays with a part until a
-    # document is used or the file ends)
+    # The bad documents at the end of what was read of the current file, and their bytes.
+    # Empty documents may stand between them. (``Position.choose`` stays with a part
+    # until a document is used or the file ends.)
     row: int = 0
     row_bytes: int = 0
-    # of those in ``row``, the most recent that are ``Garbage``, in a compressed file
+    # the last documents of ``row`` that are ``Garbage``, in a compressed file
     garbage: int = 0
-    counted: int = 0  # those of the bad documents that are not in a damaged file
+    counted: int = 0  # bad documents that are not in a damaged file
     damaged: int = 0  # damaged files without a sound file between them
 
 
@@ -144,8 +143,8 @@ class Cursor:
 
     Attributes:
         position: the slot's position, which the cursor moves.
-        passes: the files of the rank.
-        faults: what is done about documents and files that cannot be used.
+        passes: the open files of the rank.
+        faults: reports documents and files that cannot be used.
     """
 
     def __init__(self, position: Position, passes: Passes, faults: Faults) -> None:
@@ -157,8 +156,8 @@ class Cursor:
     def next(self) -> Document:
         """Return the next usable document, of this or a later epoch.
 
-        Raises DataError if the search for it is given up, a document or file cannot be
-        used and stream.on_bad_data is "fail", or a file cannot be read.
+        Raises DataError if the slot gives up, if a document or file cannot be used and
+        stream.on_bad_data is "fail", or if a file cannot be read.
         """
         while (document := self.next_of_epoch()) is None:
             self.end_epoch()
@@ -192,7 +191,7 @@ class Cursor:
 
     def _content_of(self, raw: Record) -> tuple[str | np.ndarray, int]:
         """Return (content, size): the text of a record and its bytes in UTF-8, or its
-        ids and their bytes. Raises BadDocument if there is none that can be used.
+        ids and their bytes. Raises BadDocument if the record cannot be used.
         """
         if isinstance(raw, np.ndarray):
             return raw, raw.nbytes
@@ -202,11 +201,11 @@ class Cursor:
     def _pass_over(
         self, part: Part, segment: Segment, index: int, size: int, error: BadDocument
     ) -> None:
-        """Move past a document of ``size`` bytes that cannot be used; or past the rest of
-        its file, if there were too many of them in a row. Report it and count it as
-        skipped, unless it is ``Empty``.
+        """Move past an unusable document of ``size`` bytes, or past the rest of its file
+        if there were too many in a row. Report the document and count it as skipped,
+        unless it is ``Empty``.
 
-        Raises DataError if stream.on_bad_data is "fail", or the search is given up.
+        Raises DataError if stream.on_bad_data is "fail", or the slot gives up.
         """
         search = self._search
         name = self.faults.files[segment.file].name
@@ -234,8 +233,8 @@ class Cursor:
             self._give_up()
 
     def _end_file(self, part: Part, segment: Segment, end: FileEnd) -> None:
-        """Go on to the part's next file. The one that has ended is damaged if its
-        reader says so, or too many documents before its end cannot be used.
+        """Go on to the part's next file. The file that has ended counts as damaged if
+        its reader says so, or if too many documents before its end cannot be used.
 
         Raises DataError as ``_pass_over`` does.
         """
@@ -249,7 +248,7 @@ class Cursor:
         self._leave_file(part)
 
     def _skip_file(self, part: Part, segment: Segment, damage: str) -> None:
-        """Report and count a damaged file, and go on to the part's next one.
+        """Report and count a damaged file, and go on to the part's next file.
 
         Raises DataError as ``_pass_over`` does.
         """
@@ -263,7 +262,7 @@ class Cursor:
         self.position.count_skipped(
             documents=-search.row,
             size=max(0, segment.text - taken),
-            files=int(segment.low == 0),  # of all slots that share it, one counts it
+            files=int(segment.low == 0),  # one of the slots that share it counts it
         )
         search.counted -= search.row
         search.damaged += 1
@@ -281,8 +280,8 @@ class Cursor:
     def end_epoch(self) -> None:
         """Go on to the next epoch, when ``next_of_epoch`` has returned None.
 
-        Raises DataError if the search for a usable document is given up. With few
-        documents, a slot has none in some epochs, but on average one in S epochs.
+        Raises DataError if the slot gives up. If there are few documents, a slot has
+        none in some epochs, but on average one in S epochs.
         """
         search = self._search
         slots = self.position.assignment.slots
@@ -299,7 +298,7 @@ class Cursor:
             self._give_up()
 
     def _give_up(self) -> NoReturn:
-        """Raise DataError, with what the search has met."""
+        """Raise DataError with the counts of the search."""
         search = self._search
         slots = self.position.assignment.slots
         files = self.faults.files_of_source(self.position.run().segments[0].file)
@@ -315,7 +314,7 @@ class Cursor:
         )
 
 
-FIRST = 1000  # documents; among fewer, a few bad ones are a large fraction
+FIRST = 1000  # documents; a few bad ones are a large fraction of fewer documents
 # damaged files per epoch; with fewer, a small data set may still be worth a run
 FEW = 10
 
@@ -323,10 +322,10 @@ FEW = 10
 def check_skipped(what: str, skipped: float, total: float, allowed: float) -> None:
     """Raise DataError if ``skipped`` is more than the fraction ``allowed`` of ``total``.
 
-    ``what`` ends the sentence of the message: "documents could not be used".
+    ``what`` ends the sentence of the message, such as "documents could not be used".
 
-    The counts are those of all ranks together, so that all ranks and any number of
-    ranks decide alike.
+    The counts are those of all ranks together, so that all ranks decide alike, and so
+    does any number of ranks.
     """
     if skipped > allowed * total:
         raise DataError(
@@ -337,8 +336,8 @@ def check_skipped(what: str, skipped: float, total: float, allowed: float) -> No
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
-    """Raise DataError if the documents that were skipped are more than the fraction
-    ``allowed`` of all, those skipped and those used. Fewer than 1000 are not judged.
+    """Raise DataError if more than the fraction ``allowed`` of all documents, skipped or
+    used, was skipped. Fewer than 1000 documents are not judged.
     """
     if skipped + used >= FIRST:
         what = "documents could not be used"

@@ -1,4 +1,4 @@
-"""This module reads the documents of one file by the reader of its format."""
+"""This module reads the documents of one file, with the reader of the file's format."""
 
 import codecs
 import io
@@ -23,8 +23,8 @@ BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """Return a stream with ``read`` and ``readline``: decompressed, if the suffix says
-    that the file is compressed.
+    """Return a stream with ``read`` and ``readline``, which is decompressed if the name's
+    suffix says that the file is compressed.
     """
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
@@ -37,14 +37,16 @@ _READ = 1 << 18  # decompressed bytes
 
 
 class _Zstd(io.RawIOBase):
-    """Decompress a file by pyarrow, which drops what a failing read has decompressed.
-    The file is then decompressed again, and from there on byte by byte.
+    """The decompressed content of a zstd file, by pyarrow.
+
+    pyarrow drops what a failing read has decompressed. The file is then decompressed
+    again up to this read, and byte by byte from there on.
     """
 
     def __init__(self, stored: io.BufferedReader) -> None:
         self._stored = stored
         self._place = 0  # decompressed bytes that were read
-        self._most = _READ  # bytes of a read
+        self._most = _READ  # most bytes of a read
         self._stream = self._open()
 
     def _open(self) -> Any:
@@ -64,7 +66,8 @@ class _Zstd(io.RawIOBase):
             data = self._stream.read(size)
         except Exception:
             raw: Any = self._stored.raw
-            if raw.error is not None or self._most == 1:  # not the content, or its end
+            # Reading the file failed, or all sound bytes have been read.
+            if raw.error is not None or self._most == 1:
                 raise
             self._most = 1
             self._stored.seek(0)
@@ -79,9 +82,10 @@ class _Zstd(io.RawIOBase):
 
 
 class _AsUtf8(io.RawIOBase):
-    """Give a text in UTF-8 that a stream holds in another encoding.
+    """The text of a stream in another encoding, converted to UTF-8.
 
-    (The readers of ``codecs`` take a time that grows with the square of the lines.)
+    (The time that the readers of ``codecs`` take grows with the square of the number of
+    lines.)
     """
 
     def __init__(self, stream: Any, encoding: str) -> None:
@@ -102,9 +106,9 @@ class _AsUtf8(io.RawIOBase):
 
 
 class Documents:
-    """Read the documents of one file.
+    """Reads the documents of one file.
 
-    ``position`` is the index of the next one, in the order of the visits.
+    ``position`` is the index of the next document, in the order of the visits.
     """
 
     def __init__(
@@ -114,34 +118,31 @@ class Documents:
         start: int = 0,
         visits: Visits | None = None,
     ) -> None:
-        """Open nothing yet.
+        """The file is not opened yet.
 
-        The documents before index ``start`` will be passed over without being parsed.
-
-        With ``visits``, the file is read block by block, without the visits that
-        ``wants`` refuses.
+        Documents before index ``start`` will be passed over unparsed. With ``visits``,
+        the file is read block by block, without the visits that ``wants`` refuses.
         """
         self.file = file
         self.options = options
         self.position = start
         self.visits = visits
         self.wants = lambda visit: True
-        # the next visit; whether the one before is of a block that is dealt out
-        self._visit = 0
-        self._in_block = False
+        self._visit = 0  # the next visit
+        self._in_block = False  # whether a block that is dealt out is being read
         self._earlier_bytes = 0
         self._raw: RetryingFile | None = None
         self.stored: io.BufferedReader | None = None
         self._records: Iterator[Record] = iter(())
         self._at: Callable[..., Iterator[Record]] = lambda *span: iter(())
-        self.table: Any = None  # of a Parquet file that is open
-        # in bytes, of a document of token ids that was read last
+        self.table: Any = None  # the open Parquet file
+        # where the last document that was read begins, in bytes, if it is token ids
         self.place: int | None = None
 
     @property
     def unit(self) -> int:
-        """Return the number, for ``Segment.key``, of the document that was read last,
-        or of its visit.
+        """The unit (``Segment.key``) of the document that was read last: its visit if
+        blocks are dealt out, else its index.
         """
         if self.visits is not None and self.visits.dealt:
             return self._visit - 1
@@ -149,21 +150,21 @@ class Documents:
 
     @property
     def bytes_read(self) -> int:
-        """Return the number of stored (compressed) bytes read so far."""
+        """The number of stored (compressed) bytes read so far."""
         return self._earlier_bytes + (self._raw.count if self._raw else 0)
 
     def read(self) -> Record | None:
-        """Read the next document, unparsed: a BadDocument in place of one that cannot
-        be used, None at the end of the file.
+        """Return the next document, unparsed, or None at the end of the file. A
+        BadDocument stands for a document that cannot be used.
 
-        If blocks are dealt out, a damaged one is a BadDocument: on any ranks, only the
-        slot that owns it loses it.
+        If blocks are dealt out, a BadDocument also stands for the rest of a damaged
+        block. On any number of ranks, only the slot that owns the block loses it.
 
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
-            DataError: it cannot be read, although it may be sound, so that skipping it
-                would lose data; or the config does not fit a sound file (its column,
-                its tokenizer).
+            DataError: the file cannot be read but may be sound, so that skipping it
+                could lose data; or a sound file does not fit the config (its column or
+                tokenizer).
         """
         try:
             return self._read()
@@ -173,8 +174,8 @@ class Documents:
             return self._pass_over_block(error)
 
     def _read(self) -> Record | None:
-        """Read the next document, as ``read``, but raise DamagedFile for a damaged block
-        too.
+        """Return the next document as ``read`` does, but raise DamagedFile for a damaged
+        block, too.
         """
         try:
             if self._raw is None:
@@ -193,9 +194,8 @@ class Documents:
             raise self._failure(error) from error
 
     def _pass_over_block(self, error: DamagedFile) -> BadDocument:
-        """Go to the visit after the damaged one, and return what to read in its place.
-
-        The size of the BadDocument is that of the part that could not be read.
+        """Go to the visit after the damaged one, and return a BadDocument with the size
+        of the part that could not be read.
         """
         assert self.visits is not None
         visit = self._visit - 1
@@ -210,8 +210,8 @@ class Documents:
         )
 
     def _failure(self, error: Exception) -> DamagedFile | DataError:
-        """Return what to raise for the error of a decoder: DataError if the bytes could
-        not be read, which may be sound, else DamagedFile.
+        """Return the exception to raise for a decoder's error: DataError if the bytes
+        could not be read but may be sound, else DamagedFile.
         """
         damage = self._damage()
         if damage:
@@ -232,7 +232,9 @@ class Documents:
         )
 
     def _damage(self) -> str | None:
-        """Return what is wrong at the end of what can be read, if anything is known."""
+        """Return what is wrong after the readable part of the file, or None if nothing
+        is known to be.
+        """
         if self._raw is not None and self._raw.damage is not None:
             return self._raw.damage
         return self.file.damage if self.visits is not None else None
@@ -248,12 +250,12 @@ class Documents:
             self.close()
 
     def _start(self) -> None:
-        """Open the file at ``position``, or at the visit in which that is."""
+        """Open the file at document ``position``, or at the visit that contains it."""
         self._in_block = False
         if self.file.left_out:
             return
-        # A full disk leaves an empty file, which gzip would take for a regular end. As
-        # text, it is an empty document.
+        # A full disk leaves an empty file, which gzip would accept as complete. An empty
+        # .txt file is an empty document.
         if self.file.size == 0 and not self.file.name.endswith(".txt"):
             raise DamagedFile("the file is empty")
         self._raw = opened(self.file, self.options)
@@ -268,16 +270,16 @@ class Documents:
 
     def _buffer_size(self) -> int:
         """Return the bytes that are read ahead."""
-        # its readers jump about in the file, to where its footer points
+        # pyarrow jumps to the places that the footer names
         if self.file.name.endswith(formats.PARQUET):
             return io.DEFAULT_BUFFER_SIZE
         if self.visits is None:
             return BUFFER
-        # little more than a block is read to its end
+        # small, so that little more than the block is read
         return min(max(self.file.size // (4 * len(self.visits.spans)), 512), BUFFER)
 
     def _begin_visit(self) -> bool:
-        """Go to the next visit that is wanted, and return whether there is one."""
+        """Go to the next wanted visit, and return whether there is one."""
         self._in_block = False
         if self.visits is None:
             return False
@@ -299,8 +301,8 @@ class Documents:
         return True
 
     def _reader(self, stored: io.BufferedReader) -> Callable[..., Iterator[Record]]:
-        """Return a function that reads the whole file, or the block between two
-        places.
+        """Return a function that yields the documents of the whole file, or of the block
+        between two places.
         """
         name = self.file.name
         how = self.options.format
@@ -318,14 +320,14 @@ class Documents:
     def _text_reader(
         self, stored: io.BufferedReader
     ) -> Callable[..., Iterator[Record]]:
-        """Return a function that reads a file of text, as ``_reader`` does.
+        """Return the function of ``_reader`` for a file of text.
 
-        OtherContent is raised if it is a file of another format.
+        Raises OtherContent if the file has another format.
         """
         name = self.file.name
         encoding = self.file.encoding
         head = stored.peek(formats.HEAD)[: formats.HEAD]
-        # a piece of the hub's answer may be a single byte
+        # the hub's answer may come in pieces as small as one byte
         if len(head) < min(formats.HEAD, self.file.size):
             head = stored.read(formats.HEAD)
             stored.seek(0)
@@ -337,7 +339,7 @@ class Documents:
         def at(begin: int = 0, end: int = 0) -> Iterator[Record]:
             stored.seek(begin)
             stream: Any
-            # a block in one read; a larger one is a single long document
+            # A block is read at once, unless it is a single long document.
             if 0 < end - begin <= 1 << 20:
                 stream = io.BytesIO(stored.read(end - begin))
             else:
@@ -351,7 +353,7 @@ class Documents:
     def _ids(
         self, stored: BinaryIO, layout: token_ids.Layout, *span: int
     ) -> Iterator[Record]:
-        """Yield token ids, while ``place`` says where each document begins."""
+        """Yield the ids of each document, and set ``place`` to where it begins."""
         for self.place, ids in token_ids.located(stored, layout, *span):
             yield ids
 

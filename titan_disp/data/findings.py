@@ -1,15 +1,15 @@
-"""One look at the files of a run, before the run reads them.
+"""A look at the files of a run, before the run reads them.
 
-``look_at_all`` opens the files, in parallel: the footer and the first rows of a Parquet
-file, and the first documents of others. It finds files in other encodings, files
-without rows, and files of which no document can be used. A process looks at a file
-once. A start of training writes what it found to ``data.json`` in the run's folder, so
-that the next start opens only the files that have changed, and knows which files the
-run began with.
+``look_at_all`` opens the files in parallel, and reads the footer and the first rows of
+a Parquet file, and the first documents of other files. It finds files in other
+encodings, files without rows, and files without any usable document. A process looks at
+a file once. When training starts, it writes the results to ``data.json`` in the run's
+folder, so that the next start opens only the files that have changed, and knows which
+files the run began with.
 
-On the hub, where each file is a request or two, some of many files are opened, and only
-the footers of Parquet files. A hub that does not answer stops no start: what was not
-seen is left to the run.
+On the hub, a look takes a request or two. Therefore only some of many files are opened,
+and only the footers of Parquet files. If the hub does not answer, training starts
+anyway: the run will meet what the look has missed.
 """
 
 import io
@@ -47,15 +47,16 @@ from titan_disp.files import atomic_write
 
 VERSION = 1
 DATA = "data.json"  # in a run's folder
-DOCUMENTS = 20  # of each file, until a usable one comes
+DOCUMENTS = 20  # most documents of a file to look at, until one can be used
 # A shared file system takes milliseconds for each file.
 THREADS = 16
-# stored bytes read of each file that is measured; more than buffers and decoders hold
+# Stored bytes that are read to measure a file's density; more than buffers and decoders
+# hold.
 SAMPLE = 1 << 20
 SMALL = 1 << 16  # bytes; a larger Parquet file has more than a footer
-MOST_ON_HUB = 256  # files of a data set that are opened there
-HUB_SECONDS = 30.0  # after which no more of them are opened
-HUB_RETRY_SECONDS = 5.0  # for which a look at one of them is tried again
+MOST_ON_HUB = 256  # most files of a data set that are opened on the hub
+HUB_SECONDS = 30.0  # after this time, no more files are opened on the hub
+HUB_RETRY_SECONDS = 5.0  # how long a look at a file on the hub is tried again
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,19 @@ class Look:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run's folder says about its data."""
+    """What a run's folder says about the run's data."""
 
-    # those that its slots are cut from, also if some are gone
+    # the files that are divided among the slots, even if some no longer exist
     files: list[DataFile] = field(default_factory=list)
     looks: dict[str, Look] = field(default_factory=dict)  # by ``_key``
     ledger: list[Entry] = field(default_factory=list)
 
 
 def of_run(folder: str | Path) -> RunData:
-    """Return what the latest start of a run has written to its folder; nothing if there
-    is no such file, or one of another version. Raises OSError if the file cannot be
-    read.
+    """Return what the latest start of a run has written to its folder.
+
+    The result is empty if the file does not exist or has another version. Raises OSError
+    if the file cannot be read.
     """
     path = Path(folder) / DATA
     try:
@@ -93,7 +95,9 @@ def of_run(folder: str | Path) -> RunData:
 
 @lru_cache(maxsize=1)
 def _parsed(path: Path, version: tuple[int, int]) -> RunData:
-    """Return the content of a file, which ``version`` changes with."""
+    """Return the content of a file. ``version`` changes with the content, which makes
+    the cache read the file again.
+    """
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(path.read_text())
         if content["version"] == VERSION:
@@ -106,7 +110,9 @@ def _parsed(path: Path, version: tuple[int, int]) -> RunData:
 
 
 def ledger_lines(run: str | Path) -> list[str]:
-    """Return lines about what became of the data of a run; none if that is unknown."""
+    """Return lines about what became of a run's data, or an empty list if that is
+    unknown.
+    """
     with suppress(OSError):
         return [*lines(of_run(run).ledger)]
     return []
@@ -115,8 +121,8 @@ def ledger_lines(run: str | Path) -> list[str]:
 def write(
     files: Sequence[DataFile], entries: Sequence[Entry], options: StreamOptions
 ) -> None:
-    """Write to the run's folder what is known of its files, as they are read now, what
-    it said of files that are gone, and the ledger.
+    """Write to the run's folder the ``files`` as they are read now, the former entries
+    of other files, the looks, and the ledger.
     """
     names = {file.name for file in files}
     former = [
@@ -138,12 +144,11 @@ def write(
         logger.warning(f"what is known of the data cannot be written: {error}")
 
 
-# of this process
-_looks: dict[str, Look] = {}
+_looks: dict[str, Look] = {}  # the looks of this process, by ``_key``
 
 
 def _key(file: DataFile, options: StreamOptions) -> str:
-    """Return a text that changes when another look may find something else."""
+    """Return a text that changes if a new look at the file may have another result."""
     times = []
     if not file.remote:
         with reported(f"cannot look at {file.url!r}", OSError):
@@ -157,10 +162,10 @@ def _key(file: DataFile, options: StreamOptions) -> str:
 def look_at_all(
     files: Sequence[DataFile], options: StreamOptions
 ) -> dict[DataFile, Look]:
-    """Return what a look at each file of a data set finds.
+    """Return the looks at the files of a data set that are opened.
 
-    Files that are left out are not opened, and neither are token ids if no tokenizer is
-    known, nor most of many files on the hub.
+    Not opened are files that are left out, files of token ids if there is no tokenizer,
+    and most of many files on the hub.
     """
     for key, look in of_run(options.run_folder).looks.items():
         _looks.setdefault(key, look)
@@ -191,14 +196,15 @@ def _may_have_no_rows(file: DataFile) -> bool:
 
 
 def _may_stay_unseen(file: DataFile) -> bool:
-    """Return whether a look at a file on the hub decides nothing about the positions of
-    the run, as that at one without rows does.
+    """Return whether a file is on the hub and need not be opened. A file without rows
+    must be opened, because it changes the run's positions.
     """
     return file.on_hub and not _may_have_no_rows(file)
 
 
 def look_at(file: DataFile, options: StreamOptions, deadline: float) -> Look:
-    """Return what is seen of a file that this process, or the run, has not seen yet.
+    """Return the look at a file. The file is opened only if neither this process nor the
+    run has looked at it.
 
     After the ``deadline``, a time of ``time.monotonic``, files on the hub are not
     opened.
@@ -217,8 +223,8 @@ def look_at(file: DataFile, options: StreamOptions, deadline: float) -> Look:
 
 
 def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
-    """Return what a request or two show of a file on the hub, which are a Parquet
-    file's footer and the beginning of another one.
+    """Return the look at a file on the hub, from a request or two: for the footer of a
+    Parquet file, or for the beginning of any other file.
     """
     retry_seconds = min(options.retry_seconds, HUB_RETRY_SECONDS)
     options = replace(options, retry_seconds=retry_seconds)
@@ -232,7 +238,7 @@ def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
             return _beginning(file, Look(), options)
         with closing(opened(file, options)) as stored:
             table = formats.parquet_table(io.BufferedReader(stored), file.name)
-            # of no row group, which checks the column
+            # reads no row group, but checks that the column exists
             list(formats.parquet_records(table, options, 1, 0, 0))
     except formats.OtherContent as error:
         return Look(problem=str(error))
@@ -250,8 +256,8 @@ def encoding_of(file: DataFile, options: StreamOptions) -> str:
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
-    """Yield what becomes of each file of a data set as a whole; single documents are
-    not looked at here.
+    """Yield what becomes of each file of a data set as a whole. Single documents are not
+    examined.
     """
     looks = look_at_all(files, options)
     for file in files:
@@ -275,11 +281,11 @@ def check_content(
 ) -> list[DataFile]:
     """Return the files of a data set with their encodings, after a look at each.
 
-    ConfigError is raised if no document can be used of files that hold more than
-    ``stream.max_skipped_fraction`` of the bytes (of any file, if on_bad_data is
-    "fail"), or a whole .txt file is one document that is too long. Otherwise, such
-    files, single bad documents and damaged files are left to the run. Messages name the
-    config section, ``key``.
+    Raises ConfigError if files without any usable document hold more than
+    ``stream.max_skipped_fraction`` of the bytes (or if there is any such file, and
+    on_bad_data is "fail"), or if a .txt file is one document that is too long. All other
+    bad documents and damaged files are left to the run. ``key`` is the config section,
+    for messages.
     """
     looks = look_at_all(files, options)
     for file in looks:
@@ -314,8 +320,8 @@ def check_content(
 
 
 def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
-    """Return a sentence about the ``problems`` of some of so many files, which hold the
-    fraction ``lost`` of the bytes.
+    """Return a sentence about the files with ``problems``, of ``files`` files in all.
+    They hold the fraction ``lost`` of the bytes.
     """
     file, problem = next(iter(problems.items()))
     summary = f"{file.url}: {problem}"
@@ -328,8 +334,8 @@ def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
 
 
 def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
-    """Add to a look what the first documents of a file show, up to the first usable
-    one. An empty or too long one says nothing, and neither does damage.
+    """Return a look with the problem of the first documents of a file, if none of them
+    can be used. Empty documents, too long documents and damage are not such a problem.
     """
     problem = None
     with closing(Documents(file, options)) as documents:
@@ -354,10 +360,10 @@ def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
 
 
 def _advice(error: str, file: DataFile) -> str:
-    """Return advice to append if the error says only what is wrong with one document,
-    else an empty text.
+    """Return advice to append to an error about one document, or an empty text if the
+    error already gives advice.
     """
-    # But not "unexpected end of data", the error of truncated UTF-8
+    # \b: "unexpected end of data", the error of truncated UTF-8, gives no advice
     if re.search(r"\bexpected\b|stream\.", error):
         return ""
     if file.name.endswith(formats.JSON_LINES):
@@ -366,11 +372,11 @@ def _advice(error: str, file: DataFile) -> str:
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return the files of a data set with what the index knows of them, or else
-    measured.
+    """Return the files of a data set with density, sample and blocks, from the index or
+    else measured.
 
-    ``density`` is then that of the beginnings of up to three files with the same
-    suffix, or as the run has measured it at its first start.
+    Without an index, ``density`` is measured at the first start of the run, at the
+    beginnings of up to three files with the same suffix.
     """
     if options.index:
         return with_index(files, options)
@@ -403,14 +409,16 @@ def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile
     with ThreadPoolExecutor(THREADS) as pool:
         result = list(pool.map(with_density, files))
     if not any(file.density for file in result):
-        others = " (nor have the others)" * (len(result) > 1)
-        raise ConfigError(f"{result[0].url} has no rows{others}: name files with text")
+        all_files = ", and neither have the other files" * (len(result) > 1)
+        raise ConfigError(
+            f"{result[0].url} has no rows{all_files}: name files with text"
+        )
     return result
 
 
 def _density(group: Sequence[DataFile], options: StreamOptions) -> float:
-    """Return the bytes of text per stored byte of a sample of files with the same
-    suffix, 1 for token ids.
+    """Return the bytes of text per stored byte in a sample of files with the same
+    suffix, or 1 for token ids.
     """
     text = 0
     stored = 0.0
@@ -423,7 +431,9 @@ def _density(group: Sequence[DataFile], options: StreamOptions) -> float:
 
 
 def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
-    """Return the bytes of some text of a file, and how many stored bytes it takes."""
+    """Return (text, stored): the bytes of text at the beginning of a file, and the
+    stored bytes that hold it.
+    """
     text = begin = 0
     with closing(Documents(file, options)) as documents, suppress(formats.DamagedFile):
         while (record := documents.read()) is not None:
@@ -446,12 +456,13 @@ def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
 def after_left_out(
     files: Sequence[DataFile], options: StreamOptions, prefix: str = ""
 ) -> list[DataFile]:
-    """Return the files of a data set, whose names begin with ``prefix``, as
-    ``stream.left_out`` changes them.
+    """Return the files of a data set, whose names begin with ``prefix``, changed by
+    ``stream.left_out``.
 
-    A file with which the run began stays, as one without documents, so that the
-    positions in all others stay. It need not exist any more. Other files disappear.
-    ConfigError is raised if no file is left.
+    A left-out file with which the run began stays in the list as a file without
+    documents, even if it no longer exists. The positions in all other files therefore
+    stay. Any other left-out file is removed from the list. Raises ConfigError if no file
+    remains.
     """
     names = {name for name in options.left_out if name.startswith(prefix)}
     former = {

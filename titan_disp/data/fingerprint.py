@@ -31,19 +31,19 @@ def tokenizer_hash(folder: str) -> str:
     """Return the sha256 of the tokenizer's files, in hexadecimal."""
     files = [find_tokenizer(folder)]
     if files[0].suffix != ".model":
-        others = [
+        optional = [
             Path(folder) / name for name in ("tokenizer_config.json", "merges.txt")
         ]
-        files += [file for file in others if file.is_file()]
+        files += [file for file in optional if file.is_file()]
     return sha256_of(*files)
 
 
 def _eos_of_model(folder: str) -> int | None:
-    """Return EOS as config.json gives it, if the tokenizer's own files name neither BOS
-    nor EOS; or else None.
+    """Return the id of EOS in config.json if the tokenizer's own files name neither BOS
+    nor EOS, else None.
 
-    ``tokenizer_hash`` covers those files. It leaves out config.json, which may change
-    for other reasons.
+    ``tokenizer_hash`` covers the tokenizer's own files, but not config.json, which may
+    change for other reasons.
     """
     model = Path(folder) / "config.json"
     if find_tokenizer(folder).suffix == ".model" or not model.is_file():
@@ -64,8 +64,8 @@ def fingerprint(
     slots: int,
     shares: Sequence[Share] = (),
 ) -> dict[str, Any]:
-    """Collect everything that decides which tokens each slot gets, under the names of
-    the keys if there are such.
+    """Return everything that decides which tokens each slot gets, under the names of
+    config keys where there are any.
     """
     values = {
         **vars(options),
@@ -85,7 +85,7 @@ def fingerprint(
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
         "etags": {file.name: file.etag for file in files if file.etag},
-        # else it decides nothing
+        # Equal densities decide nothing.
         "text per stored byte": densities if len(set(densities.values())) > 1 else {},
         INDEX: _index_hash(files),
         "assignment": VERSION,
@@ -97,7 +97,7 @@ def fingerprint(
 
 
 def _index_hash(files: Sequence[DataFile]) -> str:
-    """Return a hash of what the index says of the files, or "none" without one."""
+    """Return a hash of what the index says about the files, or "none" without an index."""
     if all(file.documents is None for file in files):
         return "none"
     digest = hashlib.sha256()
@@ -109,7 +109,8 @@ def _index_hash(files: Sequence[DataFile]) -> str:
 
 
 INDEX = "index of the data"
-# with which the streams began, after stream.on_mismatch = "restart"; of no data
+# The epoch with which the streams began after stream.on_mismatch = "restart". It
+# describes no data.
 FIRST_EPOCH = "first epoch"
 
 
@@ -121,18 +122,18 @@ def data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a fingerprint that can be compared with another one's."""
-    files = dict(fingerprint.get("files", []))  # which may be in another order
+    files = dict(fingerprint.get("files", []))  # the order of files may differ
     # A checkpoint of a version without the key used the tokenizer's EOS.
     comparable = {"stream.separator": "", **fingerprint, "files": files}
     comparable.pop(FIRST_EPOCH, None)
-    # Both are unknown on the hub, and a copy elsewhere has one of them.
+    # Files on the hub have neither, and copies elsewhere have one of the two.
     for key in ("contents", "etags"):
         comparable[key] = {
             file: value
             for file, value in fingerprint.get(key, {}).items()
             if file in other.get(key, {})
         }
-    # With an index, hashes and densities are of other parts of the files than without.
+    # An index takes hashes and densities from other parts of the files.
     if _has_index(fingerprint) != _has_index(other):
         for key in ("contents", "text per stored byte"):
             comparable.pop(key, None)
@@ -184,8 +185,8 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
         hint = ""
         if changed[0].startswith(("data:", "content:")):
             hint = (
-                " To go on without some files, in the places of all others, name them "
-                "in stream.left_out."
+                " To go on without some files, at the same positions in all other "
+                "files, name them in stream.left_out."
             )
         if saved.get("stream.slots") != current["stream.slots"]:
             hint += (
@@ -200,11 +201,11 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 
 def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
-    """Read the fingerprint in a checkpoint folder, and the last epoch that any slot has
-    begun.
+    """Return the fingerprint in a checkpoint folder, and the last epoch that any slot
+    has begun.
 
-    They are {} and −1 if another loader wrote the checkpoint. CheckpointError is raised
-    if it cannot be read.
+    They are {} and −1 if another loader wrote the checkpoint. Raises CheckpointError if
+    the checkpoint cannot be read.
     """
     try:
         metadata = safe_dcp.read_metadata(checkpoint).state_dict_metadata

@@ -8,8 +8,8 @@
   file has found (``encoding_of``).
 - Token ids: .npy .bin, see ``token_ids``.
 
-This module tells files apart. Its readers yield records: unparsed documents, or a
-reason why one cannot be used.
+This module recognizes the formats, and reads all but the token ids. Its readers yield
+records: unparsed documents, or the reason why a document cannot be used.
 """
 
 import codecs
@@ -49,13 +49,13 @@ NAMES = (
     "*.json, *.jsonl, *.ndjson, *.csv, *.tsv, *.txt (each also .gz or .zst), "
     "*.parquet, *.arrow, *.npy, *.bin"
 )
-# These are written by datasets beside its Arrow files, about them.
+# ``datasets`` writes these files about its Arrow files, beside them.
 _ABOUT_ARROW = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 def suffix_of(name: str) -> str:
     """Return the part of a name that selects the format, in lower case, such as
-    ".json.gz"; the last suffix of a name that selects none.
+    ".json.gz". If the name selects no format, this is its last suffix.
     """
     lower = name.lower()
     for suffix in SUFFIXES:
@@ -78,7 +78,7 @@ _ZSTD = (
     b"\x28\xb5\x2f\xfd",
     *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)),
 )
-# what a file's first bytes must be, by the end of its name
+# what the first bytes of a file must be, by the end of its name
 _REQUIRED: dict[str, bytes | tuple[bytes, ...]] = {
     ".gz": _GZIP,
     ".zst": _ZSTD,
@@ -98,7 +98,8 @@ _UTF_16 = (
     "UTF-16 -t UTF-8"
 )
 _UTF_32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-# A file of documents whose name does not say this does not begin so; but token ids may.
+# First bytes of other formats. A file of documents begins with them only if its name
+# says so, or if it holds token ids.
 _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
     _ZSTD: "zstd-compressed, which its name does not say: name it *.zst",
@@ -115,7 +116,7 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     b"%PDF-": (
         "PDF, which its name does not say: extract its text, for example with pdftotext"
     ),
-    # before UTF-16, whose mark may be its beginning
+    # before UTF-16, because a mark of UTF-32 begins with one of UTF-16
     _UTF_32_MARKS: _UTF_16.replace("16", "32"),
     codecs.BOM_UTF16_LE: _UTF_16,
     codecs.BOM_UTF16_BE: _UTF_16,
@@ -123,8 +124,10 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Return a sentence that says what a file is and what to do, if its first ``HEAD``
-    bytes are not what its name says, which is in lower case; else None.
+    """Return a sentence that says what a file is and what to do, if its first bytes
+    contradict its name, else None.
+
+    ``head`` is the first ``HEAD`` bytes. ``name`` has its suffix in lower case.
     """
     text = head.removeprefix(codecs.BOM_UTF8).lstrip().lower()
     if text.startswith(_HTML) and not name.endswith(".txt"):
@@ -147,27 +150,27 @@ def mistaken(head: bytes, name: str) -> str | None:
     return None
 
 
-# what Windows-1252 has inside words
+# bytes outside ASCII that Windows-1252 has inside words
 _LETTERS = bytes({*range(0xC0, 256)} - {0xD7, 0xF7}) + "ƒŠŒŽšœžŸ’·\xad".encode("cp1252")
 _INSIDE = re.compile(rb"(?<=[A-Za-z])[\x80-\xff](?=[A-Za-z])")
 _HIGH = bytes(range(0x80, 256))
-# what no text has
+# control characters that no text has
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\f\r\x1a\x1b"})
 LOOKED_AT = 1 << 18  # bytes at the beginning of a plain text
 
 
 def encoding_of(head: bytes) -> str:
     """Return Python's name of the encoding of a plain text, from its first bytes:
-    UTF-16, UTF-32, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8, and for what
-    cannot be told, such as other encodings.
+    UTF-16, UTF-32, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8 and
+    for encodings that are not recognized.
 
     Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
-    Western ones, whose high bytes are zero. These bytes are valid UTF-8, too.
-    A text is taken for Windows-1252 if it has none of the control characters of binary
-    files, few bytes outside ASCII, and between two ASCII letters only bytes that are
-    letters there. Polish and Czech words have others, and Cyrillic has many.
+    Western ones, whose high bytes are zero. (Such bytes are valid UTF-8, too.) A text is
+    taken for Windows-1252 if it has no control characters of binary files, few bytes
+    outside ASCII, and only letters of Windows-1252 between two ASCII letters. Polish and
+    Czech words have other bytes there, and Cyrillic texts have many bytes outside ASCII.
     """
-    # first, because that of UTF-16 may be its beginning
+    # before UTF-16, because a mark of UTF-32 begins with one of UTF-16
     if head.startswith(_UTF_32_MARKS):
         return "utf-32"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -193,7 +196,7 @@ class BadDocument(Exception):
     """One document cannot be used; the message says why."""
 
     def __init__(self, reason: str, size: int = 0) -> None:
-        """``size`` is that of the document in bytes, if it is no longer in memory."""
+        """``size`` is the document's size in bytes, if it is no longer in memory."""
         super().__init__(reason)
         self.size = size
 
@@ -201,12 +204,12 @@ class BadDocument(Exception):
 class OtherShape(BadDocument):
     """The document is JSON without a text in the text field.
 
-    If all are so, the config names the wrong field.
+    If all documents are like this, the config names the wrong field.
     """
 
 
 class Empty(BadDocument):
-    """The document has no text, which is no fault."""
+    """The document has no text. It is passed over, and not counted as bad."""
 
 
 class Garbage(BadDocument):
@@ -229,7 +232,7 @@ Record = bytes | str | np.ndarray | BadDocument
 
 
 def size_of(record: Record) -> int:
-    """Return about how many bytes of memory a record takes."""
+    """Return the approximate size of a record in memory, in bytes."""
     if isinstance(record, BadDocument):
         return 0
     if isinstance(record, np.ndarray):
@@ -243,11 +246,11 @@ def too_long(size: int) -> BadDocument:
 
 
 def text_of(raw: Record, field: str = "text") -> str:
-    """Return the text of a document: of a JSON line (bytes), the text in its ``field``;
-    of a text, the text itself.
+    """Return the text of a document: the text in the ``field`` of a JSON line (bytes),
+    or the document itself if it is a text.
 
-    BadDocument is raised if there is none: ``raw`` itself, if it is a BadDocument, or
-    one that says why.
+    Raises BadDocument if the document cannot be used: ``raw`` itself if it is a
+    BadDocument, or else one that says why.
     """
     assert not isinstance(raw, np.ndarray)
     if isinstance(raw, BadDocument):
@@ -261,7 +264,7 @@ def text_of(raw: Record, field: str = "text") -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        if isinstance(raw, str):  # of a table
+        if isinstance(raw, str):  # from a table
             raise Garbage(
                 f"invalid UTF-8: a byte at character {error.start}"
             ) from error
@@ -282,10 +285,10 @@ def _not_utf_8(error: UnicodeDecodeError) -> Garbage:
 def _parsed(line: bytes) -> Any:
     """Return the value of a JSON line.
 
-    Garbage is raised if it is not JSON, or not UTF-8.
+    Raises Garbage if the line is not JSON, or not UTF-8.
     """
     try:
-        # Decoded here, because json takes some bytes for UTF-16 or UTF-32
+        # Decoded here, because json would take some bytes for UTF-16 or UTF-32.
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf_8(error) from error
@@ -307,7 +310,7 @@ def _field_of(record: Any, field: str) -> str:
     """Return the text in a field of a JSON object. ``x.y`` is the field of this name,
     or else the field ``y`` of the object ``x``.
 
-    Empty is raised if the field is null, and OtherShape if it is no text.
+    Raises Empty if the field is null, and OtherShape if it is not a text.
     """
     if isinstance(record, list):
         raise OtherShape(f"it is {_ARRAY}")
@@ -328,8 +331,8 @@ def _field_of(record: Any, field: str) -> str:
 
 
 def _no_text(record: dict[str, Any], field: str, value: Any) -> OtherShape:
-    """Return what to raise for a JSON object whose field has a ``value`` that is no
-    text, or is ``_MISSING``.
+    """Return the error about a JSON object without a text in ``field``. ``value`` is the
+    field's value, or ``_MISSING``.
     """
     names = []
     for name, inside in record.items():
@@ -364,7 +367,7 @@ _TYPE_NAMES: dict[type, str] = {
 
 
 def _type_name(value: Any) -> str:
-    """Return what messages call a value of JSON."""
+    """Return the type of a JSON value in words, for messages."""
     return _TYPE_NAMES.get(type(value), "a number")
 
 
@@ -382,8 +385,8 @@ _DRAIN = 1 << 20  # bytes of a too long line that are read at a time
 def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
     """Yield the lines of a binary stream with their ends, without a byte-order mark.
 
-    In the place of a line of more than ``max_bytes`` is a BadDocument, so that it is
-    never in memory as a whole.
+    A BadDocument stands for a line of more than ``max_bytes``, which is never in memory
+    as a whole.
     """
     mark = codecs.BOM_UTF8
     while line := stream.readline(max_bytes + 1):
@@ -398,7 +401,7 @@ def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
 
 
 def json_lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream, unparsed, but no blank ones."""
+    """Yield the lines of a binary stream that are not blank, unparsed."""
     for line in _lines(stream, max_bytes):
         if isinstance(line, BadDocument) or line.strip():
             yield line
@@ -407,10 +410,10 @@ def json_lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
 def reader_of(
     name: str, how: Format
 ) -> Callable[[Any, int], Iterator[bytes | str | BadDocument]]:
-    """Return the function that reads a file of text, which the file's name selects.
+    """Return the function that reads a file of text with this name.
 
-    It takes the decompressed stream and the most bytes of a document, and yields the
-    documents.
+    The function takes the decompressed stream and the largest size of a document in
+    bytes, and yields the documents.
     """
     suffix = suffix_of(name)
     if suffix in TABLES:
@@ -423,8 +426,8 @@ def reader_of(
     return text_blocks if how.text_split == "blank_lines" else whole_text
 
 
-# A longer row of a table is not in memory as a whole: so many times as long as the
-# longest document, because it has other columns, too.
+# The longest row of a table that is read, in multiples of the longest document, because a
+# row has other columns, too. Longer rows are never in memory as a whole.
 _LONGEST_ROW = 8
 
 
@@ -433,8 +436,8 @@ def table_rows(
 ) -> Iterator[str | BadDocument]:
     """Yield the texts of a column of a table in CSV or TSV.
 
-    OtherContent is raised if it has no such column, and DamagedFile where it is no table
-    any more.
+    Raises OtherContent if there is no such column, and DamagedFile where the rest is not
+    a table.
     """
     most = _LONGEST_ROW * max_bytes
     csv.field_size_limit(max(most, csv.field_size_limit()))
@@ -483,7 +486,7 @@ def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDoc
     """Yield the texts of a column of an Arrow file, in the format for files or for
     streams (as ``datasets`` writes it).
 
-    OtherContent is raised if it has no such column.
+    Raises OtherContent if there is no such column.
     """
     import pyarrow
 
@@ -503,7 +506,9 @@ TOO_LONG = 'more than stream.max_document_mb allows: set stream.text_split = "bl
 
 
 def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the text of a binary stream, unless it has more than ``max_bytes``."""
+    """Yield the text of a binary stream, or a BadDocument if the text has more than
+    ``max_bytes``.
+    """
     text = stream.read(max_bytes + 1)
     if len(text) > max_bytes:
         yield BadDocument(
@@ -518,7 +523,7 @@ def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
     line break at the end (\\n or \\r\\n).
     """
     block: list[bytes] = []
-    size = 0  # bytes of the block; a too long one is not in memory as a whole
+    size = 0  # bytes of the block; a block that is too long is not kept in memory
     for line in chain(_lines(stream, max_bytes), [b""]):
         if isinstance(line, BadDocument):
             size += line.size
@@ -550,10 +555,10 @@ _BATCH = 4 << 20  # … no more bytes than these
 
 
 def parquet_table(stored: io.BufferedReader, name: str) -> Any:
-    """Return an open Parquet file, which ``parquet_records`` takes.
+    """Return an open Parquet file for ``parquet_records``.
 
-    OtherContent is raised if it is a file of another format, and pyarrow's own
-    exception if it is damaged.
+    Raises OtherContent if the file has another format, and pyarrow's own exception if
+    it is damaged.
     """
     import pyarrow
     import pyarrow.parquet
@@ -574,10 +579,10 @@ def parquet_table(stored: io.BufferedReader, name: str) -> Any:
 def parquet_records(
     table: Any, options: StreamOptions, rows: int, *groups: int
 ) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column, of all row groups or of those in ``range(*groups)``,
-    decoding so many ``rows`` at a time.
+    """Yield the texts of the column stream.text_field, of all row groups or of those in
+    ``range(*groups)``. ``rows`` rows are decoded at a time.
 
-    OtherContent is raised for a file without such a column.
+    Raises OtherContent if there is no such column.
     """
     field = options.format.text_field
     _check_column(table.schema_arrow, field)
@@ -592,7 +597,7 @@ def parquet_records(
 def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
     """Yield the texts of one column of a batch of rows.
 
-    pyarrow.ArrowInvalid is raised if the batch is damaged.
+    Raises pyarrow.ArrowInvalid if the batch is damaged.
     """
     import pyarrow
 
@@ -600,7 +605,7 @@ def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument
     table = _flattened(pyarrow.Table.from_batches([batch]), field)
     (texts,) = table.column(field).chunks
     try:
-        # A text of a wrong length would end the process.
+        # A text with a wrong length would crash the process.
         texts.validate(full=True)
     except pyarrow.ArrowInvalid as error:
         if "UTF8" not in str(error):
@@ -618,7 +623,7 @@ def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument
 
 
 def _bounded(text: str, max_bytes: int) -> str | BadDocument:
-    """Return a text, unless it has more than ``max_bytes`` in UTF-8."""
+    """Return a text, or a BadDocument if it has more than ``max_bytes`` in UTF-8."""
     if 4 * len(text) > max_bytes:
         size = len(text.encode(errors="replace"))
         if size > max_bytes:
@@ -637,7 +642,7 @@ _COLUMN = "set stream.text_field to the column of the text"
 
 
 def _check_column(schema: Any, field: str) -> None:
-    """Raise OtherContent unless a schema of Arrow has a column of texts."""
+    """Raise OtherContent unless ``field`` is a column of texts in a schema of Arrow."""
     import pyarrow
 
     columns = _flattened(schema.empty_table(), field).schema
@@ -661,10 +666,10 @@ def _check_column(schema: Any, field: str) -> None:
 
 
 def _flattened(table: Any, field: str) -> Any:
-    """Return the column ``field`` of a table of Arrow as a table. The field ``y`` of a
-    struct ``x`` is the column ``x.y``, unless a column has this name itself.
+    """Return a table of Arrow with only the column ``field``, or with all columns if
+    there is no such column.
 
-    If there is no such column, all columns are returned.
+    ``x.y`` is the column of this name, or else the field ``y`` of the struct ``x``.
     """
     import pyarrow
 

@@ -1,5 +1,5 @@
-"""This module writes and checks an export's tokenizer: a copied Hugging Face one or a
-converted SentencePiece one.
+"""This module writes and checks an export's tokenizer, which is copied from a Hugging
+Face tokenizer or converted from a SentencePiece model.
 
 transformers' converters of SentencePiece models give other ids for spaces, for
 user-defined symbols, and for text that spells a control symbol. Here, as in
@@ -43,7 +43,7 @@ Piece = protobuf.ModelProto.SentencePiece
 def read_model(file: str | Path) -> Any:
     """Return a SentencePiece model as protobuf's ModelProto.
 
-    ConfigError is raised if ``tokenizers`` cannot express it.
+    Raises ConfigError if ``tokenizers`` cannot express the model.
     """
     model = protobuf.ModelProto.FromString(Path(file).read_bytes())
     trainer = model.trainer_spec
@@ -82,9 +82,9 @@ def _merges(model: Any) -> list[tuple[str, str]]:
     """Return the merges of a BPE model, best first.
 
     SentencePiece merges the neighbours whose concatenation is the piece of the highest
-    score, leftmost first. All ways to split a piece have the same rank there, but
-    different ranks here. The way with the longer left part comes first, which is what
-    "leftmost first" makes of a run of one character.
+    score, leftmost first. In SentencePiece, all ways to split a piece have the same
+    rank; here, they need different ranks. The way with the longest left part comes
+    first, because "leftmost first" has this result for a run of one character.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
     ranked = []
@@ -100,7 +100,7 @@ def _scores(model: Any) -> list[tuple[str, float]]:
     """Return the pieces of a unigram model and their scores.
 
     Text that spells a control symbol or a byte (``<0x41>``) must not become it. These
-    score so low that ordinary pieces, at worst one per character, score better.
+    pieces score so low that ordinary pieces, at worst one per character, score better.
     ``_cuts`` handles characters that are not pieces.
     """
     never = min(p.score for p in model.pieces) * 100 - 100
@@ -109,7 +109,9 @@ def _scores(model: Any) -> list[tuple[str, float]]:
 
 
 def _model(model: Any) -> models.Model:
-    """Return how a SentencePiece model makes pieces of a text, without special tokens."""
+    """Return the model of ``tokenizers`` that splits a text into pieces as a
+    SentencePiece model does, without special tokens.
+    """
     fallback = model.trainer_spec.byte_fallback
     unknown = model.trainer_spec.unk_id
     if _is_unigram(model):
@@ -121,7 +123,7 @@ def _model(model: Any) -> models.Model:
         fuse_unk=True,
         byte_fallback=fallback,
         # No merges build a user-defined symbol of several characters. It is split off
-        # whole, and must be taken whole.
+        # as a whole, and must stay whole.
         ignore_merges=_has_long_symbols(model),
     )
 
@@ -148,8 +150,8 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _cuts(model: Any) -> Iterator[str]:
-    """Yield patterns that end where text that spells a control symbol or a byte is cut,
-    so as not to become one.
+    """Yield patterns that end where text is cut that spells a control symbol or a byte,
+    so that the text does not become it.
     """
     characters = set(_pieces(model, Piece.NORMAL))
     for name in _pieces(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
@@ -162,14 +164,14 @@ def _cuts(model: Any) -> Iterator[str]:
                     yield f"{re.escape(name[:i])}(?={re.escape(name[i:])})"
                     break
         elif _has_long_symbols(model):
-            # then a text between two symbols is taken whole too
+            # ``ignore_merges`` also takes a whole text between two symbols as a piece.
             yield rf"\A{re.escape(name[0])}(?={re.escape(name[1:])}\z)"
 
 
 @functools.cache
 def _normalization(spec: bytes) -> dict[str, str]:
-    """Return what a serialized NormalizerSpec of SentencePiece replaces: the texts, of
-    which SentencePiece takes the longest at each place, and what replaces them.
+    """Return the replacements of a serialized NormalizerSpec of SentencePiece, by the
+    texts that they replace. At each place, SentencePiece replaces the longest text.
     """
     normalizer = protobuf.NormalizerSpec.FromString(spec)
     if not normalizer.precompiled_charsmap:
@@ -180,15 +182,15 @@ def _normalization(spec: bytes) -> dict[str, str]:
 
 def _junctions(texts: Iterable[str]) -> str:
     """Return a pattern of the places between two characters that are not within one of
-    these texts.
+    ``texts``.
 
-    The beginnings of these texts, of two characters or more, must be among them.
+    The beginnings of all texts, of two characters or more, must be among ``texts``.
     """
-    # of the texts that end with a character: their first characters, by the middle
+    # the first characters of texts, by their last character and by the middle
     beginnings: dict[str, dict[str, str]] = defaultdict(lambda: defaultdict(str))
     for text in sorted(texts):
         beginnings[text[-1]][text[1:-1]] += text[0]
-    ends: dict[str, str] = defaultdict(str)  # by patterns of what may be before them
+    ends: dict[str, str] = defaultdict(str)  # last characters, by what may precede them
     for end, firsts in beginnings.items():
         before = [f"[{re.escape(firsts[m])}]{re.escape(m)}" for m in firsts]
         ends["|".join(before)] += end
@@ -198,23 +200,24 @@ def _junctions(texts: Iterable[str]) -> str:
     return "|".join(junctions)
 
 
-# Noncharacters that stand between characters while these are normalized.
+# Noncharacters that are put between the characters of a text while it is normalized.
 _APART = "\ufdd0"
 _ALONE = "\ufdd1"
-_STAND_IN = 0x10F000  # the first of the private characters that stand in for texts
+_STAND_IN = 0x10F000  # the first private character that stands for a text
 _MOST_EXCEPTIONS = 100  # each costs a pass over every text
 
 
 @functools.cache
 def _mapping(serialized: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
-    """Return a normalizer that replaces what a serialized NormalizerSpec of
-    SentencePiece does, and the texts for which it is wrong, with what replaces them.
+    """Return (normalizer, exceptions): a normalizer that works as a serialized
+    NormalizerSpec of SentencePiece, and the correct replacements of the texts for which
+    the normalizer is wrong.
 
-    Precompiled looks up whole graphemes, such as a letter with its marks, and drops
-    what follows the shortest text of the map in them. Every character is therefore put
-    apart for it. NFC composes afterwards, but only within the texts of the map:
-    SentencePiece neither composes others nor reorders marks. (tokenizers fails if
-    something is put before the first character.)
+    ``Precompiled`` looks up whole graphemes, such as a letter with its marks, and drops
+    everything in a grapheme that follows the shortest text of the map. Therefore all
+    characters are separated first. Then NFC composes them, but only within the texts of
+    the map: SentencePiece neither composes other texts nor reorders marks.
+    (``tokenizers`` fails if something is put before the first character.)
     """
     replacements = _normalization(serialized)
     composed = [text for text in replacements if len(text) > 1]
@@ -239,9 +242,9 @@ def _mapping(serialized: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]
 
 
 def _mapped(model: Any) -> list[normalizers.Normalizer]:
-    """Return the steps that replace what a model's normalization map replaces.
+    """Return the steps that work as a model's normalization map.
 
-    ConfigError is raised if there are no such steps.
+    Raises ConfigError if ``tokenizers`` has no such steps.
     """
     spec = model.normalizer_spec
     if not spec.precompiled_charsmap:
@@ -267,7 +270,7 @@ def _mapped(model: Any) -> list[normalizers.Normalizer]:
 
 
 def _normalizer(model: Any) -> normalizers.Normalizer:
-    """Return the steps that a text takes before it is split."""
+    """Return the steps that normalize a text before it is split."""
     spec = model.normalizer_spec
     steps = _mapped(model)
     if spec.remove_extra_whitespaces:
@@ -280,7 +283,7 @@ def _normalizer(model: Any) -> normalizers.Normalizer:
 
 
 def _decoder(model: Any) -> decoders.Decoder:
-    """Return the steps from pieces to a text."""
+    """Return the steps that turn pieces into a text."""
     spec = model.normalizer_spec
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.add_dummy_prefix or spec.remove_extra_whitespaces:
@@ -292,8 +295,8 @@ def convert(file: str | Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Return a SentencePiece model as a Hugging Face tokenizer, and its special tokens
     by their names in tokenizer_config.json (bos_token, …).
 
-    If it has BOS, the tokenizer begins every text with it, as training does.
-    ConfigError is raised if ``tokenizers`` cannot express the model.
+    If the model has BOS, the tokenizer begins every text with BOS, as training does.
+    Raises ConfigError if ``tokenizers`` cannot express the model.
     """
     model = read_model(file)
     tokenizer = tokenizers.Tokenizer(_model(model))
@@ -339,13 +342,13 @@ PROBES = (
 # fmt: on
 """Texts on which tokenizers differ.
 
-Names of special tokens are not among them: libraries treat these differently.
+They contain no special tokens, which libraries treat differently.
 """
 
 
 def map_probes(file: str | Path) -> Iterator[str]:
-    """Yield texts with all that a SentencePiece model's map replaces, each before a
-    combining mark.
+    """Yield texts that contain everything that a SentencePiece model's map replaces, each
+    time before a combining mark.
     """
     spec = read_model(file).normalizer_spec.SerializeToString()
     texts = [f"{text}\N{COMBINING ACUTE ACCENT}" for text in _normalization(spec)]
@@ -369,7 +372,7 @@ def check_same_ids(
         raise ConfigError(
             f"the exported tokenizer gives other ids than the run's for {beginning!r}: "
             f"{ids[at : at + 8]} instead of {expected[at : at + 8]} from token {at} "
-            "on. Name one with the same ids: titan-disp export … --tokenizer DIR"
+            "on. Name a tokenizer with the same ids: titan-disp export … --tokenizer DIR"
         )
 
 
@@ -383,12 +386,12 @@ def write_tokenizer(
     seq_len: int,
     documents: Iterable[str] = (),
 ) -> None:
-    """Write what ``AutoTokenizer.from_pretrained`` needs, and check that it gives
-    training's ids, for ``documents`` too.
+    """Write a tokenizer for ``AutoTokenizer.from_pretrained``, and check that it gives
+    the ids of training, also for ``documents``.
 
-    ``dest`` already holds config.json, which decides the tokenizer's class. ConfigError
-    is raised if the tokenizer of the folder ``source`` cannot be converted, or the
-    written one gives other ids.
+    ``dest`` already holds config.json, which decides the tokenizer's class. Raises
+    ConfigError if the tokenizer in the folder ``source`` cannot be converted, or if the
+    written tokenizer gives other ids.
     """
     file = find_tokenizer(source)
     texts = [*PROBES, *documents]
@@ -432,13 +435,13 @@ def _check_written(
     texts: Iterable[str],
     arranged: Callable[[list[int]], list[int]] = list,
 ) -> None:
-    """Raise ConfigError if transformers cannot load the written tokenizer, or it gives
-    other ids than training, after both are ``arranged``.
+    """Raise ConfigError if transformers cannot load the written tokenizer, or if its ids
+    are not those of training. ``arranged`` is applied to both before the comparison.
     """
     # Takes seconds to import, and training does not need it
     from transformers import AutoTokenizer
 
-    # Several libraries raise their own types, as does code that a folder names.
+    # Several libraries raise their own types, and so does code that a folder names.
     with reported("transformers cannot load the exported tokenizer", Exception):
         written = AutoTokenizer.from_pretrained(dest)
     # By default, transformers turns text that spells special tokens into them; training
@@ -464,14 +467,14 @@ def _copy(source: Path, tokenizer: TextTokenizer, dest: Path, seq_len: int) -> N
         (dest / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True))
     config = _stated(dest)
     eos = tokenizer.eos_token
-    # training found it in config.json, or it is stream.separator
+    # EOS may come from config.json or from stream.separator
     if eos != tokenizer._get_token_from_config(config, "eos_token"):
         config["eos_token"] = eos
     _write_config(dest, config, seq_len)
 
 
 def _stated(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json; nothing if there is none."""
+    """Return the content of tokenizer_config.json, or an empty dict if there is none."""
     config = folder / "tokenizer_config.json"
     return json.loads(config.read_text()) if config.is_file() else {}
 

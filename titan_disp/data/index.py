@@ -1,11 +1,11 @@
 """``titan-disp data index`` reads a corpus once and writes what a run would otherwise
 have to guess.
 
-Of each file, the index holds the documents, the bytes of their text, a hash of every
-text and of the whole file, and the places where reading can begin (``blocks``). These
-are lines of JSON and paragraphs of text that are not compressed, row groups of Parquet
-and documents of token ids. In a gzip or zstd file, a document can only be found by
-unpacking all before it.
+For each file, the index holds the number of documents, the bytes of their text, a hash
+of every text and of the whole file, and the places where reading can begin
+(``blocks``). Reading can begin at lines of JSON and paragraphs of text, if they are not
+compressed, at row groups of Parquet, and at documents of token ids. In a gzip or zstd
+file, a document can only be found by unpacking everything before it.
 """
 
 import hashlib
@@ -31,34 +31,33 @@ from titan_disp.files import atomic_write, sha256_of
 VERSION = 1
 FOLDER = ".titan-disp/index"  # hidden, so that it is not listed as data
 IN_MEMORY = "memory"
-_SAMPLED = 4096  # bytes
-_SMALL = 1 << 28  # bytes that the start of a run may index
-_MOST = 1 << 14  # blocks of a file …
-_LEAST = 2048  # … and bytes of a block
-_TOGETHER = 1 << 20  # blocks of all files: 16 MB, which every rank holds
+_SAMPLED = 4096  # bytes of each piece that ``content_sample`` reads
+_SMALL = 1 << 28  # most bytes of data that a run indexes when it starts
+_MOST = 1 << 14  # most blocks of a file
+_LEAST = 2048  # fewest bytes of a block
+_TOGETHER = 1 << 20  # most blocks of all files: 16 MB, which every rank holds
 
 
 @dataclass(frozen=True)
 class FileIndex:
-    """Describe the sound part of one file."""
+    """The index of the sound part of one file."""
 
-    about: dict[str, Any]  # what the index is of (``_about``), and "sha256" of the file
-    text: int  # bytes of text in UTF-8, or of token ids as stored …
-    stored: int  # … and the stored bytes that hold them
-    damage: str | None  # what is wrong behind them
+    about: dict[str, Any]  # ``_about`` the indexed file, and its "sha256"
+    text: int  # bytes of text in UTF-8, or of token ids as stored
+    stored: int  # stored bytes that hold the text
+    damage: str | None  # what is wrong after the sound part
     documents: int
-    # [documents] uint64; 0 for one that has no text or cannot be used. A run loads
-    # none.
+    # [documents] uint64; 0 for a document that has no text or cannot be used. A run does
+    # not load the hashes.
     hashes: np.ndarray
-    # [2, B + 1] int64, ``Blocks.first`` and ``places``; [2, 0] if reading cannot begin
-    # elsewhere
+    # [2, B + 1] int64, ``Blocks.first`` and ``places``; [2, 0] if reading can begin only
+    # at the beginning of the file
     blocks: np.ndarray
 
 
 def content_sample(file: DataFile) -> str:
-    """Hash the beginning, middle and end of a local file.
-
-    (The hub's commit or ``etag`` say it of another.)
+    """Return a hash of the beginning, middle and end of a local file, or an empty text
+    for a remote file, whose commit or ``etag`` identifies its content.
     """
     if file.remote:
         return ""
@@ -83,7 +82,7 @@ def _about(file: DataFile) -> dict[str, Any]:
 
 
 def _hash(content: bytes) -> int:
-    """Return 64 bits that are 0 only if there is no content."""
+    """Return a hash of 64 bits, which is 0 only if there is no content."""
     if not content:
         return 0
     digest = hashlib.blake2b(content, digest_size=8).digest()
@@ -91,8 +90,8 @@ def _hash(content: bytes) -> int:
 
 
 def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
-    """Yield where a block that begins with a document would begin, where it would end
-    with it, and the document.
+    """Yield (begin, end, document): where a block would begin if this document were its
+    first, and where a block would end if this document were its last.
     """
     begin = 0
     while (record := documents.read()) is not None:
@@ -109,8 +108,8 @@ def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
 
 
 def _content(record: formats.Record, field: str) -> bytes:
-    """Return the text of a document in UTF-8, or its ids as stored; empty if it cannot
-    be used.
+    """Return the text of a document in UTF-8, or its ids as stored. The result is empty
+    if the document cannot be used.
     """
     if isinstance(record, np.ndarray):
         return record.tobytes()
@@ -121,14 +120,14 @@ def _content(record: formats.Record, field: str) -> bytes:
 
 
 def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
-    """Read a whole file."""
-    # before the content, so that a change in the meantime is noticed
+    """Return the index of a file, which is read completely."""
+    # Before the content is read, so that a change in the meantime is noticed.
     about = _about(file)
     file = replace(file, blocks=token_ids.blocks_of(file))
     documents = Documents(file, options)
     least = max(_LEAST, file.size // _MOST)
     hashes: list[int] = []
-    blocks: list[tuple[int, int]] = []  # the documents before each, and its place
+    blocks: list[tuple[int, int]] = []  # (documents before the block, its place)
     text = 0
     end = 0
     damage = None
@@ -171,7 +170,7 @@ def read_index(file: DataFile, options: StreamOptions) -> FileIndex:
 
 
 def _is_one_block(file: DataFile, options: StreamOptions) -> bool:
-    """Return whether reading can begin nowhere but at the beginning of a file."""
+    """Return whether reading can begin only at the beginning of a file."""
     is_text = file.name.endswith(formats.PLAIN_TEXT)
     return (
         bool(file.encoding)
@@ -181,9 +180,9 @@ def _is_one_block(file: DataFile, options: StreamOptions) -> bool:
 
 
 def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
-    """Return where the index of a file is, as these options read it.
+    """Return the path of the index of a file that is read with these options.
 
-    The folder may be moved together with the data.
+    The path allows the folder to be moved together with the data.
     """
     relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
     how = options.format
@@ -192,14 +191,14 @@ def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
         key = (*key, file.encoding)
     elif file.holds_ids:
         key = (how.token_dtype, how.eos_id)
-    # Links of several names may lead to one file
+    # Several links, whose suffixes differ, may lead to one file.
     name = f"{relative}/{formats.suffix_of(file.name)}/{key}"
     return folder / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:24]}.npz"
 
 
 def _load(path: Path, with_hashes: bool) -> FileIndex | None:
-    """Return an index that was written; None if it is missing, of another version, or
-    damaged.
+    """Return the index that was written to a path, or None if it is missing, damaged or
+    of another version.
     """
     try:
         with np.load(path) as stored:
@@ -215,10 +214,12 @@ def _load(path: Path, with_hashes: bool) -> FileIndex | None:
 def _reasons_to_reindex(
     index: FileIndex | None, about: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return why an index is not that of a file as it is now, by facts that differ."""
+    """Return the reasons why an index does not describe the present file, by the facts
+    that differ.
+    """
     if index is None:
         return {
-            "": "is not in it, or not with these options of the format and this tokenizer"
+            "": "is not in the index, or was indexed with other options or another tokenizer"
         }
     reasons = {
         "version": "was indexed by another version",
@@ -230,8 +231,8 @@ def _reasons_to_reindex(
 
 
 def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | str:
-    """Return what an index knows of a file, without hashes, or why it does not know
-    it.
+    """Return the index of a file without hashes, or the reason why there is no index of
+    the present file.
     """
     index = _load(_path(folder, options, file), with_hashes=False)
     if index and file.left_out:
@@ -241,7 +242,7 @@ def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex |
 
 
 def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex:
-    """Index a file unless that has been done.
+    """Return the index of a file, and write it unless it is up to date.
 
     Other processes and nodes may do the same at the same time.
     """
@@ -251,7 +252,7 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
     reasons = _reasons_to_reindex(index, about)
     if index and not reasons:
         return index
-    if (  # a copy
+    if (  # a copy of the indexed file
         index
         and reasons.keys() == {"changed"}
         and index.about["sha256"] == sha256_of(*token_ids.paths_of(file))
@@ -270,15 +271,15 @@ def index_file(folder: Path, options: StreamOptions, file: DataFile) -> FileInde
 
 
 def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return the files with what the index knows of them.
+    """Return the files with densities, samples and blocks from the index.
 
-    ConfigError is raised if it does not know a file as it is now.
+    Raises ConfigError if the index does not describe a file as it is now.
     """
     folder = options.index
     if remote := next((file for file in files if file.remote), None):
         raise ConfigError(
             f"stream.index is {folder!r}, but {remote.url} is in a store, or is on "
-            "the hub: fetch the data, or unset it"
+            "the hub: fetch the data, or leave stream.index out"
         )
     if folder == IN_MEMORY:
         if (size := sum(file.size for file in files)) > _SMALL:
@@ -291,7 +292,7 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(partial(current, Path(folder), options), files))
     indices: dict[DataFile, FileIndex] = {}
-    missing: dict[str, str] = {}  # why, by path
+    missing: dict[str, str] = {}  # reasons by path
     for file, answer in zip(files, answers, strict=True):
         if isinstance(answer, str):
             missing[file.url] = answer
@@ -301,9 +302,9 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
         number = counted(len(missing), "file")
         there = "" if os.path.isdir(folder) else ", which does not exist"
         raise ConfigError(
-            f"stream.index is {folder!r}{there}: {number} of the data cannot be read "
-            f"by it, such as {url!r}, which {why}. Run titan-disp data index CONFIG, "
-            "which reads what is new or has changed"
+            f"stream.index is {folder!r}{there}: it does not cover {number} of the "
+            f"data, such as {url!r}, which {why}. Run titan-disp data index CONFIG, "
+            "which reads only new and changed files"
         )
     filled = [index for index in indices.values() if index.text]
     text = sum(index.text for index in filled)
@@ -314,10 +315,10 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
 
 
 def _indexed(file: DataFile, index: FileIndex, usual: float, step: int) -> DataFile:
-    """Attach an index, with ``step`` blocks in one.
+    """Return a file with its index, in which ``step`` blocks become one.
 
-    A file without a usable document has the ``usual`` density, so that it is seen what
-    is lost.
+    A file without any usable document gets the ``usual`` density, so that its text
+    counts as lost.
     """
     first, places = np.append(index.blocks[:, :-1:step], index.blocks[:, -1:], axis=1)
     density = 0.0

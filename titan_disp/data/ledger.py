@@ -1,6 +1,6 @@
 """The ledger of a data set says what became of its stored bytes, file by file.
 
-They are used, converted from another encoding (and used), skipped because they cannot
+Bytes are used, converted from another encoding (and used), skipped because they cannot
 be used, or left out before anything is read.
 """
 
@@ -22,11 +22,11 @@ NAME = ".titan-disp/ledger.json"  # in a folder that init has written
 
 @dataclass(frozen=True)
 class Entry:
-    """A part of a file."""
+    """What became of a part of a file."""
 
     file: str
     fate: str
-    reason: str  # empty if it is used
+    reason: str  # empty if the part is used
     size: int  # stored bytes
 
 
@@ -34,7 +34,7 @@ def divided(
     file: str, size: int, parts: Mapping[tuple[str, str], int]
 ) -> Iterator[Entry]:
     """Yield entries that divide the ``size`` bytes of a file in proportion to its
-    ``parts``, by fate and reason.
+    ``parts``, which are sizes by (fate, reason).
     """
     if not size:
         yield Entry(file, SKIPPED, EMPTY, size)
@@ -51,7 +51,7 @@ def divided(
 
 
 def reason_of(error: BadDocument) -> str:
-    """Return why a document cannot be used, without what differs between documents."""
+    """Return why a document cannot be used, without details such as line numbers."""
     text = str(error)
     if "stream.max_document_mb" in text:
         return "longer than stream.max_document_mb"
@@ -81,7 +81,10 @@ def lines(entries: Iterable[Entry]) -> Iterator[str]:
 
 
 def of_left_out(reasons: Mapping[str, str]) -> Iterator[Entry]:
-    """Yield entries of local files that a listing has left out, by their paths."""
+    """Yield entries for the local files that a listing has left out.
+
+    ``reasons`` are by the files' paths.
+    """
     for path, reason in reasons.items():
         if os.path.isfile(path):
             size = os.path.getsize(path)
@@ -95,7 +98,7 @@ def write(folder: Path, entries: Iterable[Entry]) -> None:
 
 
 def read(folder: str | None) -> list[Entry]:
-    """Return the ledger in a folder that init has written; empty if there is none."""
+    """Return the ledger in a folder that titan-disp init has written, or an empty list."""
     if folder is None or not (path := Path(folder) / NAME).is_file():
         return []
     return [Entry(*entry) for entry in json.loads(path.read_text())]

@@ -1,5 +1,5 @@
-"""The files of a data set: of a split of it, in a local folder or glob, in a store, or on
-the hub.
+"""This module lists the files of one split of a data set: in a local folder or glob, in
+an object store, or on the hub.
 
 Files that are left out are logged, and returned with the reason. The files are listed
 once, on rank 0, and the list is broadcast to all ranks.
@@ -44,8 +44,8 @@ from titan_disp.errors import ConfigError, UserError, counted
 
 T = TypeVar("T")
 
-# Usual beside documents: leaving them out is not worth a warning. (The .model is
-# SentencePiece's, the .idx Megatron-LM's.)
+# Such files are usual beside documents, so leaving them out is not worth a warning.
+# (.model is SentencePiece's, and .idx is Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
 _UNREAD = "files with such suffixes are not read"
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
@@ -69,22 +69,23 @@ _note = cache(logging.getLogger(__name__).info)  # not for the console
 
 @dataclass(frozen=True)
 class DataFile:
-    """Describe one file of documents."""
+    """One file of documents."""
 
     # path relative to the folder that holds all files of the split; the same on the hub
     # and in a mirror
     name: str
     url: str  # what to open: a local path, hf://datasets/…, or an object's URL
     size: int  # in bytes, as stored
-    density: float = 1.0  # bytes of text per stored byte, see ``findings.measured`` …
-    # … and a hash of some of its content; or both of all of it, if it is indexed
+    # bytes of text per stored byte, of a sample (``findings.measured``) or from the index
+    density: float = 1.0
+    # hash of a sample of the content, or, from the index, of the whole content
     sample: str = ""
     blocks: Blocks | None = field(default=None, compare=False, repr=False)
-    damage: str | None = None  # what is wrong behind the last block
-    documents: int | None = None  # known of an indexed file
+    damage: str | None = None  # what is wrong after the last block
+    documents: int | None = None  # number of documents, from the index
     etag: str = ""  # an object store's checksum of the content
-    encoding: str = ""  # of a plain text that is not UTF-8, ``formats.encoding_of``
-    left_out: bool = False  # see stream.left_out: it is read as if it were empty
+    encoding: str = ""  # of a plain text that is not UTF-8, see ``formats.encoding_of``
+    left_out: bool = False  # by stream.left_out: the file is read as if it were empty
 
     @property
     def remote(self) -> bool:
@@ -100,18 +101,18 @@ class DataFile:
 
 
 def sample_of(files: Sequence[DataFile]) -> list[DataFile]:
-    """Return the first, a middle and the last of some files, each once."""
+    """Return the first, a middle and the last one of the files, each once."""
     last = len(files) - 1
     return [files[i] for i in sorted({0, (last + 1) // 2, last})] if files else []
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What a data set has.
+    """The files of a data set.
 
     Attributes:
-        files: sorted by name.
-        left_out: why other local files are not among them, by their paths.
+        files: the files, sorted by name.
+        left_out: the reason why each other local file is left out, by the file's path.
     """
 
     files: list[DataFile]
@@ -121,7 +122,7 @@ class Listing:
 def list_files(
     dataset: str, path: str | None, key: str = "training", path_key: str = ""
 ) -> list[DataFile]:
-    """List the files of a split, see ``listing_of``."""
+    """Return the files of a split, see ``listing_of``."""
     return listing_of(dataset, path, key, path_key).files
 
 
@@ -132,18 +133,18 @@ def _of_hub(files: Iterable[stores.HubFile]) -> list[DataFile]:
 def listing_of(
     dataset: str, path: str | None, key: str = "training", path_key: str = ""
 ) -> Listing:
-    """List the files of a split.
+    """Return the files of a split.
 
-    ConfigError is raised if there is no such data, it cannot be read, or the hub cannot
-    be reached.
+    Raises ConfigError if there is no such data, if it cannot be read, or if the hub
+    cannot be reached.
 
     Args:
         dataset: c4, text, hf:OWNER/NAME and the like, see ``split_of``.
         path: a local folder (searched recursively, through links), file or glob, the
-            URL of one in a store, or the mirror of an hf:… data set. None stands for
-            the hub. A path that exists is never a glob.
+            URL of a folder, file or glob in a store, or the mirror of an hf:… data set.
+            None stands for the hub. A path that exists is never a glob.
         key: the config section, for messages.
-        path_key: the key or option that names the path, for messages, if it is not
+        path_key: the key or option that names the path, for messages. The default is
             dataset_path of the section.
     """
     where = f"{key}.dataset is {dataset!r}"
@@ -183,19 +184,19 @@ def listing_of(
 
 
 def _name_in(root: str, path: str) -> str:
-    """Return a path relative to a folder, the same on all nodes, with its suffix in
-    lower case, for which readers look.
+    """Return a path relative to a folder, with its suffix in lower case, as readers
+    expect it.
     """
     name = PurePath(os.path.relpath(path, root)).as_posix()
-    # The same on nodes with other locales, and also for a name that is not UTF-8.
+    # This is the same on nodes with other locales, also if the name is not UTF-8.
     name = os.fsencode(name).decode(errors="surrogateescape")
     suffix = suffix_of(name)
     return name[: -len(suffix)] + suffix
 
 
 def split_of(dataset: str, key: str) -> str:
-    """Return the split that a data set's name selects; if it names none, validation in
-    [validation], else train.
+    """Return the split that a data set's name selects. If it selects none, this is
+    validation in the section [validation], and train elsewhere.
     """
     if is_hub_name(dataset):
         default = "validation" if key == "validation" else "train"
@@ -219,13 +220,13 @@ def held_out(dataset: str) -> str:
 
 @dataclass
 class _Selection:
-    """Selects the files of a split where names and suffixes say what files are.
+    """Selects the files of a split by their names and suffixes.
 
     Attributes:
-        where: how messages begin, such as "training.dataset_path is '…'".
-        split: train, validation, or another one.
-        c4: whether the files are laid out and named as C4's.
-        left_out: why files are not selected, by their paths.
+        where: the beginning of messages, such as "training.dataset_path is '…'".
+        split: train, validation, or another split.
+        c4: whether the files have C4's folders and names.
+        left_out: the reasons why files are left out, by their paths.
     """
 
     where: str
@@ -246,7 +247,7 @@ class _Selection:
             )
 
     def of_store(self, url: str) -> list[DataFile]:
-        """Return the files in a folder of a store, of a glob, or one file."""
+        """Return the files of a URL in a store: of a folder, a glob, or a single file."""
         url = stores.at_commit(url, self.where)
         infos = stores.objects_of(url, self.where)
         if is_pattern(url) or [*infos] == [url]:
@@ -271,7 +272,7 @@ class _Selection:
         ]
 
     def of_disk(self, path: str) -> list[DataFile]:
-        """Return the files in a local folder, of a glob, or one file."""
+        """Return the files of a local path: of a folder, a glob, or a single file."""
         if os.path.isdir(path):
             paths = self.of_folder(self._walk(path), path)
         elif os.path.lexists(path):
@@ -309,9 +310,9 @@ class _Selection:
         return [DataFile(file, file, os.path.getsize(file)) for file in paths]
 
     def _of_pattern(self, pattern: str) -> list[str]:
-        """List what a glob matches.
+        """Return the files that a glob matches, each once.
 
-        Python's own ``glob`` ignores unreadable folders and follows links in circles.
+        (Python's own ``glob`` ignores unreadable folders and follows links in circles.)
         """
         for folder in _searched(pattern):
             try:
@@ -320,7 +321,7 @@ class _Selection:
                 raise self._cannot_be_read(folder, error) from error
         matched = glob(pattern, recursive=True)
         matched.sort(key=lambda path: (path.count(os.sep), path))
-        # once for each folder: it calls the file system for every part of the path
+        # Cached, because realpath calls the file system for every part of a path.
         resolved = cache(os.path.realpath)
         folders = []
         files = dict[str, str]()
@@ -330,7 +331,7 @@ class _Selection:
             # linked folders are not counted twice.
             folder, name = os.path.split(path)
             real = os.path.join(resolved(folder), name)
-            # real, because the system refuses a path with too many links
+            # ``real``, because the system refuses a path with too many links
             if os.path.isdir(real):
                 folders.append(path)
             elif files.setdefault(real, path) is not path:
@@ -344,24 +345,25 @@ class _Selection:
             )
         paths = self.readable([*files.values()])
         if not paths:
-            there = [_counts(files)] * bool(files) + [folder_count] * bool(folders)
-            others = f", but {' and '.join(there)}" if there else ""
+            matches = [_counts(files)] * bool(files) + [folder_count] * bool(folders)
+            ending = f", but {' and '.join(matches)}" if matches else ""
             raise ConfigError(
-                f"{self.where}, which matches no file{others}; expected files named "
+                f"{self.where}, which matches no file{ending}; expected files named "
                 f"{NAMES}: name others, or convert them"
             )
         return paths
 
     def of_folder(self, paths: Sequence[str], folder: str) -> list[str]:
-        """Select a split's files among all that are in a folder."""
-        # Beside documents in other formats, tables are about them, and so is plain text
+        """Return the split's files among ``paths``, all files of a folder."""
+        # Tables describe documents in other formats beside them, and so does plain text
         # (README.txt, LICENSE.txt).
         for formats in (TABLES, PLAIN_TEXT):
-            about = [path for path in paths if suffix_of(path) in formats]
-            others = [path for path in paths if suffix_of(path) not in formats]
-            if any(map(is_readable, others)):
-                self.leave_out(about, "there are documents in other formats", _say)
-                paths = others
+            descriptions = [path for path in paths if suffix_of(path) in formats]
+            documents = [path for path in paths if suffix_of(path) not in formats]
+            if any(map(is_readable, documents)):
+                reason = "there are documents in other formats"
+                self.leave_out(descriptions, reason, _say)
+                paths = documents
         counts = _counts(paths)
         paths = self.readable(paths)
         counts = _counts(paths) or counts
@@ -383,8 +385,8 @@ class _Selection:
             )
         rule = f"their names do not say {self.split}"
         if self.c4:
-            # a clone of the data set holds other variants too; the hub's stream reads
-            # only this one
+            # A clone of the data set also holds other variants. From the hub, only this
+            # one is read.
             rule += f", or they are not in {stores.FOLDER}"
             of_variant = [
                 path
@@ -407,13 +409,13 @@ class _Selection:
                 f"files such as {expected}{NAMES}. {_SAMPLE}"
             )
         is_usual = self.c4 or self.split != "train"
-        others = sorted({*paths} - {*of_split} - kept_back)
-        self.leave_out(others, rule, _note if is_usual else warn_once)
+        of_other_splits = sorted({*paths} - {*of_split} - kept_back)
+        self.leave_out(of_other_splits, rule, _note if is_usual else warn_once)
         return of_split
 
     def _walk(self, folder: str) -> list[str]:
-        """List all files below a folder except hidden ones, through links; a folder
-        that two paths lead to counts once.
+        """Return all files below a folder, through links, except hidden files. A folder
+        to which two paths lead counts once.
         """
 
         def refuse(error: OSError) -> None:
@@ -448,7 +450,7 @@ class _Selection:
         return files
 
     def readable(self, paths: Sequence[str]) -> list[str]:
-        """Leave out files in formats that are not read, and return the others."""
+        """Return the files in formats that are read, and leave out all others."""
         unread = [path for path in paths if not is_readable(path)]
         usual = [path for path in unread if path.endswith(_NO_DATA)]
         unusual = [path for path in unread if not path.endswith(_NO_DATA)]
@@ -457,7 +459,7 @@ class _Selection:
         return [path for path in paths if is_readable(path)]
 
     def check_formats(self, paths: Collection[str]) -> None:
-        """Refuse token ids that lie beside texts."""
+        """Raise ConfigError if there are both files of token ids and files of text."""
         ids = [path for path in paths if suffix_of(path) in TOKEN_IDS]
         texts = [path for path in paths if suffix_of(path) not in TOKEN_IDS]
         if ids and texts:
@@ -476,9 +478,7 @@ class _Selection:
         )
 
     def _refuse_dangling(self, path: str) -> None:
-        """Raise ConfigError for a link to nothing, and for a path that cannot be
-        examined.
-        """
+        """Raise ConfigError for a broken link, and for a path that cannot be examined."""
         try:
             os.stat(path)
         except FileNotFoundError as error:
@@ -506,32 +506,37 @@ def _searched(pattern: str) -> Iterator[str]:
 
 
 def files_named(paths: Collection[str], split: str, narrow: bool) -> list[str]:
-    """Select the files of a split by their own names, which must contain the split's
-    mark as a word.
+    """Return the files of a split, whose names contain a mark of the split as a word.
 
-    If a name says "train", others without a mark are training data too unless the names
-    are ``narrow``, as C4's are. In other folders, a file called train_schedules would
-    make all others disappear. The word "test" marks a split only if the name of another
-    file marks one: a text about tests is training data, too.
+    Files without the mark of any split are training data, too. If names say "train",
+    this holds only if the names are not ``narrow``, as C4's are: in other folders, a
+    file called train_schedules would make all other files disappear. The word "test"
+    marks a split only if the name of another file marks a split: a text about tests is
+    training data.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
         name = os.path.basename(path).lower()
         return bool(re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", name))
 
-    named = [path for path in paths if says(path, _MARKS[split])]
-    if split != "train" or (named and narrow):
-        return named
-    others = _MARKS["validation"]
-    if named or any(says(path, others) for path in paths):
-        others += _MARKS["test"]
-    training = {*named}
-    return [path for path in paths if path in training or not says(path, others)]
+    marked = [path for path in paths if says(path, _MARKS[split])]
+    if split != "train" or (marked and narrow):
+        return marked
+    held_out_marks = _MARKS["validation"]
+    if marked or any(says(path, held_out_marks) for path in paths):
+        held_out_marks += _MARKS["test"]
+    training = {*marked}
+    return [
+        path for path in paths if path in training or not says(path, held_out_marks)
+    ]
 
 
 def _kept_back(paths: Collection[str], folder: str) -> set[str]:
-    """Return the plain texts that are held out where at least 100 are all there is, and
-    no name says which.
+    """Return the plain texts that are held out for validation, chosen by a hash of their
+    names: at least 1 % of them.
+
+    None are held out if there are fewer than 100 files or files in other formats, or if
+    a name contains the word validation.
     """
     if (
         len(paths) < 100
@@ -556,12 +561,12 @@ def _counts(paths: Iterable[str]) -> str:
 def on_rank_0(
     function: Callable[..., T], *args: Any, group: dist.ProcessGroup | None = None
 ) -> T:
-    """Call ``function`` on rank 0 only and broadcast the result or the error.
+    """Return the result of ``function``, which only rank 0 calls, on all ranks. An error
+    of the function is raised on all ranks.
 
-    A collective call, of a group of all ranks.
-
-    If hundreds of ranks listed the files, the hub would answer 429 and a shared file
-    system would be overloaded.
+    This is a collective call of ``group``, which must hold all ranks. If hundreds of
+    ranks listed the files, the hub would answer 429 and a shared file system would be
+    overloaded.
     """
     if (
         not dist.is_initialized()

@@ -1,10 +1,10 @@
-"""This module is TorchTitan's dataloader over the document streams.
+"""The dataloader of the document streams, with the interface of TorchTitan's.
 
-It prefetches, and holds positions and counters.
+It prefetches batches, and holds positions and counters.
 
-A rank owns contiguous slots. It yields one sequence of each slot in turn, cut into
-microbatches. A global batch therefore holds the same sequences for any number of ranks
-and any accumulation.
+A rank owns contiguous slots. The loader takes one sequence of each slot in turn, and
+divides them into microbatches. A global batch therefore holds the same sequences for any
+number of ranks and any accumulation.
 """
 
 import json
@@ -63,13 +63,13 @@ details = logging.getLogger(__name__)  # not for the console: see run.console
 _GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
 # … but no more tokens than these, unless a single microbatch has more
 _GROUP_TOKENS = 1 << 16
-# Of all ranks, these counters are the largest, and all others are the sum.
+# Over all ranks, these counters take the largest value, and all others the sum.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 Counters = Mapping[Metric, float]
 
 
 def together(of_ranks: Sequence[Counters]) -> dict[Metric, float]:
-    """Return the counters of all ranks together."""
+    """Return the counters of all ranks together: their sums, or the largest values."""
     totals: dict[Metric, float] = {}
     for counter in of_ranks[0]:
         reduction = max if counter.name in LARGEST else sum
@@ -78,7 +78,7 @@ def together(of_ranks: Sequence[Counters]) -> dict[Metric, float]:
 
 
 def log_progress(progress: Progress) -> None:
-    """Log how far this rank is with reading to its positions, unless it is there."""
+    """Log how far this rank has read up to its positions, unless it has finished."""
     if not progress.finished:
         logger.info(f"data: {progress}")
 
@@ -87,18 +87,18 @@ class StreamLoader(BaseDataLoader):
     """Loads the part of the data that one rank reads.
 
     Attributes:
-        slots: those of this rank.
-        positions: [slots of this rank, k] int64, after the last sequence handed out
-            (not prefetched) of each slot.
-        groups: the sources, whose epochs are counted separately; one without a name if
-            there is but one.
-        own: how many of the rank's slots belong to each of the sources, in the order of
-            both.
-        mesh: the data-parallel mesh over which a checkpoint shards the positions, if it
-            has several ranks.
+        slots: the slots of this rank.
+        positions: [slots of this rank, k] int64, each slot's position after the last
+            sequence that was handed out, not prefetched.
+        groups: the shares of the sources, whose epochs are counted separately. A single
+            source has no name.
+        slot_counts: how many of the rank's slots belong to each source, by the source's
+            name, in the order of the slots.
+        mesh: the data-parallel mesh over which a checkpoint shards the positions, if
+            there are several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).
-        on_progress: called when the first batch is asked for, while the rank reads to
-            its positions, and once when it is there (``Progress.finished``).
+        on_progress: called before the first batch, while the rank reads up to its
+            positions, and once at the end (``Progress.finished``).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StreamLoader(BaseDataLoader):
     ) -> None:
         """Reading starts when the loader is iterated over.
 
-        ``files`` are those of the split, or of all sources (``shares``).
+        ``files`` are the files of the split, or of all sources (``shares``).
         """
         slots_per_rank, remainder = divmod(slots, dp_world_size)
         if remainder:
@@ -139,12 +139,14 @@ class StreamLoader(BaseDataLoader):
             files, tokenizer_folder, options, slots=slots, shares=shares
         )
         self.positions = torch.zeros(slots_per_rank, len(Field), dtype=torch.int64)
-        self.own = {group.name: group.slots_among(self.slots) for group in self.groups}
+        self.slot_counts = {
+            group.name: group.slots_among(self.slots) for group in self.groups
+        }
         self.mesh: DeviceMesh | None = None
         self.seconds_waited = 0.0
         self.bytes_read: Counter[tuple[int, int]] = Counter()
         self.on_progress: Callable[[Progress], None] = log_progress
-        # About the bytes of text of each source.
+        # approximate bytes of text of each source
         self.texts = [
             sum(file.size * file.density for file in files if group.owns(file))
             for group in self.groups
@@ -163,9 +165,9 @@ class StreamLoader(BaseDataLoader):
             self._running = None
 
     def _batches(self) -> Generator[Batch, None, None]:
-        """Yield batches from ``positions`` on, which follow them.
+        """Yield batches from ``positions`` on, and move ``positions`` past each of them.
 
-        Raises the ConfigError at which reading has ended, DataError above all.
+        Raises the ConfigError that has ended the reading, usually a DataError.
         """
         of_slots = cycle(self.positions.numpy())
         arrivals = self._arrivals()
@@ -193,7 +195,7 @@ class StreamLoader(BaseDataLoader):
             del arrivals  # DataLoader stops its worker when its iterator is deleted
 
     def _arrivals(self) -> Iterator[Progress | Microbatches | ConfigError]:
-        """Return an iterator over what the prefetch worker, which it starts, sends."""
+        """Start the prefetch worker, and return an iterator over what it sends."""
         options = self.options
         group = 1
         worker: dict[str, Any] = {}
@@ -226,13 +228,13 @@ class StreamLoader(BaseDataLoader):
         )
 
     def counters(self) -> dict[Metric, float]:
-        """Return this rank's totals of the sequences handed out.
+        """Return this rank's counters of the sequences handed out.
 
-        They begin with the run, or with ``restart``, but stored_bytes and
-        seconds_waited with this process. "epoch" is the latest of the rank's slots.
-        "epochs_read" is the text used or skipped, divided by all text, so that it adds
-        up over the ranks. Each of several sources has its own epoch, epochs_read,
-        documents and text_bytes.
+        They count from the start of the run, or from ``restart``; stored_bytes and
+        seconds_waited count from the start of this process. "epoch" is the latest epoch
+        of the rank's slots. "epochs_read" is the text used or skipped, divided by all
+        text, so that its sum over the ranks is that of the run. If there are several
+        sources, each has its own epoch, epochs_read, documents and text_bytes.
         """
         columns = self.positions.sum(0).tolist()
         counters: dict[Metric, float] = {
@@ -245,7 +247,7 @@ class StreamLoader(BaseDataLoader):
             Metric("epoch"): self.positions[:, Field.EPOCH].max().item(),
             Metric("seconds_waited"): self.seconds_waited,
         }
-        parts = self.positions.split(list(self.own.values()))
+        parts = self.positions.split(list(self.slot_counts.values()))
         for group, text, positions in zip(self.groups, self.texts, parts, strict=True):
             counters |= self._source_counters(group.name, text, positions)
         return counters
@@ -253,9 +255,9 @@ class StreamLoader(BaseDataLoader):
     def _source_counters(
         self, source: str, text: float, positions: Tensor
     ) -> dict[Metric, float]:
-        """Return the counters of a source with so many bytes of text.
+        """Return the counters of a source, which has ``text`` bytes of text.
 
-        ``positions`` [slots of the source, k] are those of this rank.
+        ``positions`` [slots, k] are those of the source's slots on this rank.
         """
         columns = positions.sum(0).tolist()
         read = (
@@ -276,7 +278,7 @@ class StreamLoader(BaseDataLoader):
     def check_counters(self, counters: Counters) -> None:
         """Raise DataError if too much data is bad.
 
-        The counters are those of all ranks together: all stop, or none.
+        The counters are those of all ranks together, so that all ranks stop, or none.
         """
         allowed = self.options.max_skipped_fraction
         first = self.fingerprint.get(FIRST_EPOCH, 0)
@@ -291,8 +293,8 @@ class StreamLoader(BaseDataLoader):
         if documents >= FIRST:
             lost = counters[Metric("skipped_bytes")]
             check_skipped("bytes of text could not be used", lost, text_begun, allowed)
-        # Per epoch: otherwise one damaged file among a few would stop a run in its
-        # tenth epoch, and after every resume.
+        # FEW files per epoch: otherwise, one damaged file among a few would stop a run
+        # in its tenth epoch, and after every resume.
         damaged = counters[Metric("skipped_files")]
         if damaged * len(self.files) >= FEW * files_begun:
             check_skipped(
@@ -300,8 +302,8 @@ class StreamLoader(BaseDataLoader):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint (JSON) and a copy of the positions: [S, k] sharded
-        over ``mesh``, or this rank's.
+        """Return the fingerprint (JSON) and a copy of the positions: of all slots,
+        [S, k], sharded over ``mesh``, or of this rank if there is no mesh.
         """
         positions: Tensor = self.positions.clone()
         if self.mesh is not None:
@@ -313,7 +315,7 @@ class StreamLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a checkpoint's positions, on any number of ranks.
 
-        Raise ConfigError if its fingerprint differs.
+        Raises ConfigError if the checkpoint's fingerprint differs.
         """
         if not state_dict:
             return
@@ -340,9 +342,9 @@ def open_stream(
     dp_world_size: int,
     dp_rank: int,
 ) -> StreamLoader:
-    """Make one rank's loader from the config.
+    """Return one rank's loader, made from the config.
 
-    ``files`` are those of all ``training_sets``, in their order.
+    ``files`` are the files of all ``training_sets``, in their order.
     """
     slots = slot_count(job_config, dp_world_size)
     return StreamLoader(
@@ -380,7 +382,8 @@ def build_dataloader(
     loader = open_stream(
         job_config, files, tokenizer, dp_world_size=dp_world_size, dp_rank=dp_rank
     )
-    # Another train spec may build TorchTitan's own tokenizer, which cannot tell.
+    # Another train spec may build TorchTitan's own tokenizer, which lacks the methods
+    # for these checks.
     if isinstance(tokenizer, AnyTokenizer):
         warnings = on_rank_0(tokenizer_warnings, tokenizer, files, loader.options)
         for warning in warnings if dp_rank == 0 else ():

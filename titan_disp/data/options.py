@@ -1,10 +1,8 @@
-"""These are the options of the stream.
-
-Every step of the road of a batch takes them as one object.
-"""
+"""The options of the stream, which every step from files to batches takes as one object."""
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
 
@@ -14,12 +12,12 @@ from titan_disp.files import cores
 
 @dataclass(frozen=True)
 class Format:
-    """Describe how documents are found in files: see [stream].
-
-    Without a tokenizer, ``eos_id`` and ``vocab_size`` have these values.
+    """How documents are found in files. Keys of [stream] have the same names.
 
     Attributes:
-        eos_id: of the token that ends a document, or ``tokenizer.NO_SEPARATOR``.
+        eos_id: the id of the token that ends a document, ``tokenizer.NO_SEPARATOR``, or
+            None if there is no tokenizer.
+        vocab_size: the number of the tokenizer's tokens, if there is a tokenizer.
     """
 
     text_field: str = "text"
@@ -32,28 +30,26 @@ class Format:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Describe how documents become sequences: see [stream] for the keys that have the
-    same names.
-    """
+    """How documents become sequences. Keys of [stream] have the same names."""
 
     seq_len: int = 2048  # tokens of a sequence, without the last label
     seed: int = 0
-    # documents of a slot that are shuffled together; 0 or 1 for none
+    # documents of a slot that are shuffled together; 0 or 1: they are not shuffled
     shuffle_window: int = 0
-    index: str = ""  # of the data: a folder, or "memory"
+    index: str = ""  # folder of the data's index, or "memory"
     left_out: tuple[str, ...] = ()  # names of files
-    run_folder: str = ""  # where a start writes what it has found, ``findings``
+    run_folder: str = ""  # to which a start writes ``findings.RunData``
     on_bad_data: str = "skip"  # or "fail"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20
     retry_seconds: float = 60.0
-    # that the queues of a pass may hold, beside the slots' shuffling windows
+    # bytes that the queues of a pass may hold, besides the slots' shuffling windows
     queue_bytes: int = 32 << 20
-    # Microbatches that the worker prepares ahead; 0 reads in the training process
+    # microbatches that the worker prepares ahead; 0: the training process reads the data
     prefetch: int = 0
     tokenizer_threads: int = 1
     fast_tokenizer: bool = False
-    # Whether every token comes with the number of its document in the sequence
+    # whether every token comes with the number of its document in the sequence
     segments: bool = False
     format: Format = Format()
 
@@ -63,13 +59,13 @@ def stream_options(
     seq_len: int | None = None,
     tokenizer: BaseTokenizer | None = None,
 ) -> StreamOptions:
-    """Take the stream's options from [stream] and [training].
+    """Return the stream's options, from [stream] and [training].
 
     Without a tokenizer, token ids on disk cannot be read.
     """
     stream = job_config.stream
     dispersion = job_config.dispersion
-    same = (
+    names = (
         "seed",
         "shuffle_window",
         "index",
@@ -78,17 +74,16 @@ def stream_options(
         "prefetch",
         "fast_tokenizer",
     )
-    ids = (
-        {}
-        if tokenizer is None
-        else {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.get_vocab_size()}
-    )
+    ids: dict[str, Any] = {}
+    if tokenizer is not None:
+        ids["eos_id"] = tokenizer.eos_id
+        ids["vocab_size"] = tokenizer.get_vocab_size()
     return StreamOptions(
-        **{name: getattr(stream, name) for name in same},
+        **{name: getattr(stream, name) for name in names},
         seq_len=seq_len or job_config.training.seq_len,
         max_document_bytes=int(stream.max_document_mb * 2**20),
-        # If a rank tried again for longer than the other ranks wait for it, it would
-        # look like a hang.
+        # A rank that tries again for longer than the other ranks wait for it would look
+        # like a hang.
         retry_seconds=min(
             stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds
         ),

@@ -1,8 +1,9 @@
-"""Read the files of a rank: one *pass* over a file serves all slots that share it.
+"""This module reads the files of a rank: one *pass* over a file serves all slots that
+share the file.
 
 A pass is one sequential read of a file in one epoch. The slots of a rank that own
 documents of the file each have a queue in it. When a slot asks for its next document,
-the pass reads on until it comes, and queues what it meets for other slots.
+the pass reads on until this document comes, and queues the documents of other slots.
 """
 
 import concurrent.futures as futures
@@ -27,15 +28,15 @@ DOCUMENT_BYTES = 1 << 13
 
 @dataclass(frozen=True)
 class FileEnd:
-    """The end of a file: there is no more document for a slot."""
+    """The end of a file: there are no more documents for a slot."""
 
-    documents: int  # in the file; in a damaged one, those before the damage
+    documents: int  # documents in the file, or before the damage in a damaged file
     damage: str | None  # why a damaged file ends early
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a resume is with reading to its positions."""
+    """How far a resume has read up to its positions."""
 
     read: int  # stored bytes
     expected: int  # stored bytes in all; an estimate, at least ``read``
@@ -51,7 +52,7 @@ class Progress:
 
 @dataclass
 class _Queue:
-    """The documents of a file that were read for a slot, and not taken yet."""
+    """The documents of a file that were read for a slot but not taken yet."""
 
     segment: Segment  # the slot's documents of the file
     start: int  # index of the first document that the slot wants
@@ -85,8 +86,10 @@ class _Pass:
         self._by_key = sorted(queues.values(), key=_lowest_key)
 
     def owner(self, unit: int) -> _Queue | None:
-        """Return the queue of the slot that owns a unit (see ``Segment.key``), or None
-        if none of the pass's slots does, or the pass adds no more to this queue.
+        """Return the queue of the slot that owns a unit (see ``Segment.key``).
+
+        Return None if none of the pass's slots owns the unit, or if the pass adds no
+        more documents to the slot's queue.
         """
         # ``key`` is the same function for all segments of a file in an epoch.
         key = self._by_key[0].segment.key(unit)
@@ -95,8 +98,8 @@ class _Pass:
         return queue if queue.fed and queue.segment.owns(unit) else None
 
     def wants(self, visit: int) -> bool:
-        """Return whether to read the block of a visit: not if blocks are dealt out and
-        no slot still wants a document of this one.
+        """Return whether to read the block of a visit. A block is not read if blocks are
+        dealt out and its slot wants no document of it any more.
         """
         visits = self.documents.visits
         if visits is None or not visits.dealt:
@@ -108,8 +111,8 @@ class _Pass:
         """Read the next document, and queue it for its owner if that slot wants it. At
         the end of the file, or where it is damaged, set ``end`` and close the file.
 
-        ``slot`` is the one that waits for a document. If the queues hold too much,
-        another slot is fed no more. Raises DataError as ``Documents.read`` does.
+        ``slot`` waits for a document. If the queues hold too much, the pass stops
+        feeding another slot. Raises DataError as ``Documents.read`` does.
         """
         damage = None
         try:
@@ -134,18 +137,18 @@ class _Pass:
             self._stop_feeding(slot)
 
     def limit(self) -> float:
-        """Return the bytes that all queues together may hold. A document must have been
-        read.
+        """Return the bytes that all queues together may hold. At least one document must
+        have been read.
 
-        The second term is there because a slot that fills its shuffling window reads a
-        window ahead of the others.
+        A slot that fills its shuffling window reads a window ahead of the others. The
+        second term allows for that.
         """
         options = self.documents.options
         mean = min(self._read_bytes / self._read, DOCUMENT_BYTES)
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
     def _stop_feeding(self, slot: int) -> None:
-        """Feed the fullest queue of the other slots no more, if there is one.
+        """Add no more documents to the fullest queue of the other slots, if there is one.
 
         The slot of this queue is furthest behind. It will read the rest of the file in
         a pass of its own.
@@ -157,7 +160,7 @@ class _Pass:
             max(fed, key=lambda queue: queue.size).fed = False
 
     def take(self, slot: int) -> tuple[int, Record] | None:
-        """Remove and return (index, document), the next one in a slot's queue, or None
+        """Remove and return the next (index, document) of a slot's queue, or return None
         if the queue is empty.
         """
         queue = self.queues[slot]
@@ -171,7 +174,7 @@ class _Pass:
 
     def drop(self, slot: int) -> None:
         """Drop a slot's queue with its documents, and close the file after the last
-        one.
+        queue.
         """
         queue = self.queues.pop(slot)
         queue.fed = False
@@ -192,7 +195,7 @@ def _lowest_key(queue: _Queue) -> int:
 
 
 class Passes:
-    """The files that a rank has open, and what it has read of them."""
+    """The files that a rank has open, and the passes over them."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class Passes:
         # The passes that are open, by (slot, epoch, file). One pass serves many slots.
         self._open: dict[tuple[int, int, int], _Pass] = {}
         self._ends: dict[int, FileEnd] = {}  # of files that were read to their end
-        # counted when a slot left a pass, as ``bytes_read`` returns them
+        # stored bytes of passes that a slot has left, by (epoch, file)
         self._closed_bytes: Counter[tuple[int, int]] = Counter()
 
     def bytes_read(self) -> Counter[tuple[int, int]]:
@@ -225,13 +228,13 @@ class Passes:
         """Return (index, document), the first document of a slot's segment at or after
         index ``start``, or the end of the file if there is none.
 
-        The document is unparsed. In place of one that cannot be used, there may be a
-        BadDocument. ``start`` is 0 at first, and then the index that follows the last
-        document returned. A file is opened if no pass over it serves the slot. At its
-        end, or after its damage, the slot leaves the pass.
+        The document is unparsed. A BadDocument may stand for a document that cannot be
+        used. ``start`` is 0 at first, and then the index that follows the last document
+        returned. The file is opened if no pass over it serves the slot. At the end of
+        the file, or where it is damaged, the slot leaves the pass.
 
-        Raises DataError if the file cannot be read although it may be sound, or the
-        config does not fit it.
+        Raises DataError if the file cannot be read although it may be sound, or if it
+        does not fit the config.
         """
         place = slot, epoch, segment.file
         reading = self._open.get(place)
@@ -284,11 +287,13 @@ class Passes:
             reading.drop(slot)
 
     def seek(self, executor: futures.Executor) -> Iterator[Progress]:
-        """Begin passes at the positions of a resume, and read all these files up to
-        there at once. Yield the progress every ``PROGRESS_SECONDS``, and at the end.
+        """Begin passes at the positions of a resume, and read all their files up to
+        these positions in parallel. Yield the progress every ``PROGRESS_SECONDS``, and
+        at the end.
 
-        It raises nothing: ``fetch`` meets the same errors. Without it, ``fetch`` would
-        read the files up to there one after the other. Decompression releases the GIL.
+        This method raises nothing, because ``fetch`` meets the same errors. Without it,
+        ``fetch`` would read up to the positions one file after the other. Threads can
+        work in parallel, because decompression releases the GIL.
         """
         begun = []
         for slot, position in self.positions.items():
@@ -320,10 +325,10 @@ def bytes_before(
     """Return the estimated stored bytes, by file, that a rank with these positions reads
     again at a resume, before the first new document.
 
-    The files are those in which a position's unread parts are. Files that have blocks
-    are left out, because reading begins at any block. If several positions are in a
-    file, the furthest one counts. (Slots in different epochs read the file once for
-    each epoch. This is not counted.)
+    These are the files of the positions' unread parts. Files that have blocks are left
+    out, because reading begins at any block. If several positions are in a file, the
+    furthest one counts. (Slots in different epochs read the file once for each epoch.
+    This is not counted.)
     """
     before: Counter[int] = Counter()
     for position in positions:

@@ -5,7 +5,7 @@ ranks reads on at the next token. ``Field`` names the integers. They are of four
 
 - *Documents.* A slot reads its run in three parts, see ``assignment``. For each part
   there is the index of the next document, and how much text was taken from the part:
-  of documents that were used, and of unusable ones before them.
+  the text of documents that were used, and of unusable documents before them.
 - *Window.* If documents are shuffled, the fields above describe the beginning of the
   current window, and IN_WINDOW says how many of its documents were used.
 - *Offset.* How many tokens of the next document were used.
@@ -74,8 +74,8 @@ class Position:
     """The position up to which a slot's documents are read.
 
     Attributes:
-        slot: its number.
-        values: [k] int64, one for each ``Field``; the methods change them in place.
+        slot: the slot's number.
+        values: [k] int64, one for each ``Field``. The methods change them in place.
         assignment: the runs of all slots.
     """
 
@@ -88,8 +88,8 @@ class Position:
     def within_epoch(
         cls, slot: int, assignment: Assignment, fraction: float
     ) -> "Position":
-        """Return about the position of a slot that has read a fraction of an epoch's
-        text. Only the bytes taken are estimated, not the indices of documents.
+        """Return the approximate position of a slot that has read a fraction of an
+        epoch's text. The bytes taken are estimated; the indices of documents are not.
         """
         position = cls(slot, np.zeros(len(Field), dtype=np.int64), assignment)
         for part, segments in position.run().parts.items():
@@ -136,18 +136,18 @@ class Position:
         )
 
     def next(self, part: Part) -> tuple[Segment, int]:
-        """Return an unread part's current segment, and the index in its file from which
-        the slot has not looked at documents yet.
+        """Return an unread part's current segment, and the index in its file of the
+        first document at which the slot has not looked yet.
         """
         segments = self.run().parts[part]
         number = int(self.values[Field.BODY_FILE]) if part == Part.BODY else 0
         return segments[number], int(self.values[NEXT[part]])
 
     def wants(self, file: int, epoch: int) -> tuple[Segment, int] | None:
-        """Return what the slot still needs of a file that several slots share.
+        """Return what the slot still needs of a file that several slots share: the
+        segment and the index of its next document in ``epoch``.
 
-        This is the segment and the index of its next document in ``epoch``, or None if
-        the slot needs nothing of the file in that epoch (any more).
+        Return None if the slot needs nothing of the file in that epoch (any more).
         """
         if self.epoch > epoch:
             return None
@@ -169,7 +169,7 @@ class Position:
 
     def use(self, part: Part, index: int, size: int, skipped: int = 0) -> None:
         """Move past document ``index`` of a part, which has ``size`` bytes of text.
-        ``skipped`` are the bytes of those directly before it that could not be used.
+        ``skipped`` is the size in bytes of the unusable documents directly before it.
         """
         self.pass_over(part, index)
         self.values[TAKEN[part]] += skipped + size
@@ -199,7 +199,7 @@ class Position:
         self.values[list(OF_AN_EPOCH)] = 0
 
     def count_skipped(self, documents: int, size: int, files: int = 0) -> None:
-        """Add to the totals of what was skipped; ``size`` is in bytes."""
+        """Add to the totals of skipped documents, bytes (``size``) and files."""
         skipped = [Field.SKIPPED, Field.SKIPPED_BYTES, Field.SKIPPED_FILES]
         self.values[skipped] += documents, size, files
 
@@ -209,7 +209,8 @@ class Position:
         """Go back to the beginning of the window, and return how many of its documents
         were used.
 
-        BYTES still counts them, because only reading the window again tells their size.
+        BYTES still includes these documents, because their size is known only after the
+        window has been read again.
         """
         used = int(self.values[Field.IN_WINDOW])
         self.values[Field.IN_WINDOW] = 0
@@ -219,8 +220,8 @@ class Position:
     def end_window(self, size_used: int) -> None:
         """Go to the next window, when the documents of this one have been read.
 
-        ``size_used`` is the bytes of those that were used before ``rewind_window``:
-        they were counted twice.
+        ``size_used`` is the size in bytes of the documents that were used before
+        ``rewind_window``. BYTES has counted them twice.
         """
         self.values[Field.WINDOW] += 1
         self.values[Field.BYTES] -= size_used
@@ -235,7 +236,7 @@ class Position:
 
 
 def in_window(values: np.ndarray, documents: int, size: int) -> np.ndarray:
-    """Return the position after ``documents`` more of a window's documents, which have
+    """Return the position after ``documents`` more documents of a window, which have
     ``size`` bytes of text.
     """
     moved = values.copy()
@@ -246,8 +247,8 @@ def in_window(values: np.ndarray, documents: int, size: int) -> np.ndarray:
 
 
 def in_document(values: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """Return the position after the first ``tokens`` of the next document, about
-    ``size`` bytes of text.
+    """Return the position after the first ``tokens`` tokens of the next document, which
+    are about ``size`` bytes of text.
     """
     moved = values.copy()
     moved[Field.OFFSET] = tokens

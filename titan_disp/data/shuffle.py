@@ -2,12 +2,12 @@
 
 A window is the next W documents of the cursor, in an order that (seed, epoch, slot,
 window) decides. It is shorter at the beginning and the end of an epoch, and when its
-text reaches W · DOCUMENT_BYTES, so that long documents fit into memory too. Other slots
-have no influence on it, and therefore ranks have none.
+text reaches W · DOCUMENT_BYTES, so that long documents fit into memory, too. It depends
+on no other slot, and therefore not on the ranks.
 
-The position of a document is that of its window's beginning, and the number of
-documents of the window before it. A resume reads the window again. Bad documents and
-ends of files in it are counted once the whole window has been used.
+The position of a document is the position of its window's beginning, and the number of
+the window's documents that come before it. A resume reads the window again. The bad
+documents and ends of files in a window are counted when the whole window has been used.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ def _hash(*numbers: int) -> int:
 
 
 class Shuffle:
-    """Gives the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
+    """Returns the documents of a cursor one by one, shuffled in windows of W ≥ 2."""
 
     def __init__(self, cursor: Cursor, window: int) -> None:
-        """The cursor's position is one that this class has stored, or that of the
+        """The cursor must be at a position that this class has stored, or at the
         beginning.
         """
         self.cursor = cursor
         self.window = window
-        # The unused documents of the window, the next one last. As UTF-8: a str may
-        # take four bytes per character.
+        # The unused documents of the window, the next one last. They are in UTF-8,
+        # because a str may take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
         self._start = cursor.position.values.copy()  # of the next document
         self._used = cursor.position.rewind_window()
@@ -62,8 +62,9 @@ class Shuffle:
         return Document(content, size, start, end)
 
     def _fill(self) -> None:
-        """Read the next window that has documents, and leave out those that were used
-        before a resume. These are all if a file of the window is left out since.
+        """Read the next window that has documents, and drop the documents that were used
+        before a resume. All of them may be dropped if a file of the window has been left
+        out since.
         """
         position = self.cursor.position
         begin = position.values.copy()
@@ -74,8 +75,8 @@ class Shuffle:
         order = permutation(_hash(position.assignment.seed, *place), len(documents))
         used = self._used
         self._used = 0
-        # Without the files that are left out, the window is another one. Fewer of its
-        # documents than a window are then lost, or come twice.
+        # Leaving out files changes the window. Then some documents, fewer than a window,
+        # are lost or come twice.
         is_other = any(file.left_out for file in self.cursor.passes.files)
         if used >= len(documents) and not is_other:
             raise DataError(
@@ -92,8 +93,8 @@ class Shuffle:
         self._start = in_window(begin, used, 0)
 
     def _read(self) -> list[bytes | np.ndarray]:
-        """Read the documents of the next window, in stored order; none at the end of an
-        epoch.
+        """Return the documents of the next window in stored order, or an empty list at
+        the end of an epoch.
         """
         documents: list[bytes | np.ndarray] = []
         most = self._most()
@@ -110,8 +111,8 @@ class Shuffle:
         return documents
 
     def _most(self) -> int:
-        """Return the size of the next window in documents, if they are not too long and
-        the epoch does not end.
+        """Return the number of documents of the next window, which may hold fewer if
+        they are long or the epoch ends.
 
         An epoch's first window is shorter, from 1 to W, spread evenly over the slots.
         Otherwise all slots would refill at the same time, and the windows of two epochs

@@ -1,5 +1,5 @@
-"""The data sets that a run reads: their names and slots, what is wrong between them, and
-how much of them its ranks read.
+"""The data sets that a run reads: their names, slots and files, checks that compare them,
+and how much of them each rank reads.
 """
 
 import math
@@ -42,7 +42,7 @@ from titan_disp.text import byte_size
 
 @dataclass(frozen=True)
 class DataSet:
-    """Describe one data set as a config names it: see ``listing_of``."""
+    """A data set as a config names it, see ``listing_of``."""
 
     dataset: str
     path: str | None
@@ -59,7 +59,7 @@ class DataSet:
 
     @property
     def prefix(self) -> str:
-        """What the names of its files begin with in the run."""
+        """The beginning of the names that its files have in the run."""
         return f"{self.source}/" if self.source else ""
 
     @property
@@ -71,14 +71,14 @@ class DataSet:
         split_of(self.dataset, self.key)
 
     def check(self) -> list[DataFile]:
-        """List its files, unless they are on the hub, which is asked only when training
-        starts.
+        """Return its files, or an empty list if they are on the hub, which is asked only
+        when training starts.
         """
         self.check_name()
         return [] if self.on_hub else self.files()
 
     def listing(self) -> Listing:
-        """List its files, with the names that they have in the run."""
+        """Return its files, with the names that they have in the run."""
         listing = listing_of(self.dataset, self.path, self.key, self.path_key)
         if self.source:
             listing = replace(listing, files=prefixed(self.source, listing.files))
@@ -89,8 +89,8 @@ class DataSet:
 
 
 def source_name(source: Source) -> str:
-    """Return the source's ``name``, else the last part of its path without wildcards,
-    else of the data set's name.
+    """Return the source's ``name``, or else the last part of its path that has no
+    wildcards, or else the last part of the data set's name.
     """
     if source.name:
         return source.name
@@ -129,23 +129,24 @@ def check_sources(job_config: JobConfig) -> None:
     for name, count in Counter(map(source_name, sources)).items():
         if count > 1:
             raise ConfigError(
-                f"stream.sources: {count} of them are called {name!r}: give each a "
-                "name of its own (name = …; by default the last part of its path)"
+                f"stream.sources: {count} sources are called {name!r}: give each a "
+                "different name (name = …; by default the last part of its path)"
             )
 
 
 def source_shares(job_config: JobConfig, slots: int) -> list[Share]:
-    """Divide S slots among [[stream.sources]]; return an empty list if there are no
-    sources.
+    """Return the shares of [[stream.sources]] in a run's ``slots``, or an empty list if
+    there are no sources.
     """
     check_sources(job_config)
-    weights = {source_name(one): one.weight for one in job_config.stream.sources}
+    sources = job_config.stream.sources
+    weights = {source_name(source): source.weight for source in sources}
     return shares(weights, slots) if weights else []
 
 
 def training_sets(job_config: JobConfig) -> list[DataSet]:
-    """Return the data sets that a run trains on: one, or all sources in the order of
-    the config.
+    """Return the data sets that a run trains on: all sources in the order of the config,
+    or the data set of [training].
     """
     training = job_config.training
     data = []
@@ -166,8 +167,8 @@ def data_sets(job_config: JobConfig) -> list[DataSet]:
 
 
 def held_out_sets(job_config: JobConfig) -> list[DataSet]:
-    """Return that of [validation] if it is enabled, or else those that may lie beside
-    the training data.
+    """Return the data set of [validation] if it is enabled, or else the validation
+    splits that may lie beside the training data.
     """
     if job_config.validation.enable:
         return data_sets(job_config)[-1:]
@@ -183,10 +184,10 @@ class CheckedData:
     """The files of a run's data sets, after a look at each.
 
     Attributes:
-        of_sources: those for training, by the name of their source ("" if there is only
-            one).
-        ledger: what becomes of each of them.
-        copies: pairs of files with the same content, also of held-out ones.
+        of_sources: the training files, by the name of their source ("" if there is only
+            one source).
+        ledger: what becomes of each training file.
+        copies: pairs of files with the same content, which may be held-out files.
     """
 
     of_sources: dict[str, list[DataFile]] = field(default_factory=dict)
@@ -195,14 +196,14 @@ class CheckedData:
 
     @property
     def files(self) -> list[DataFile]:
-        """Those for training, of all sources."""
+        """The training files of all sources."""
         return [*chain.from_iterable(self.of_sources.values())]
 
 
 def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData:
-    """List and check the files of the data sets.
+    """Return the files of the data sets after all checks.
 
-    ConfigError is raised if there is no such data, or a run cannot use it.
+    Raises ConfigError if there is no such data, or if a run cannot use it.
     """
     listings = [(data_set, data_set.listing()) for data_set in data]
     listed = [(data_set, listing.files) for data_set, listing in listings]
@@ -215,7 +216,7 @@ def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData
         converted = check_content(present, options, data_set.key)
         files = measured(converted, options)
         checked.of_sources[data_set.source] = files
-        # init has copied its documents from other files
+        # The ledger that init has written is about the files from which it copied.
         checked.ledger += ledger.read(data_set.path) or [
             *findings.entries_of(files, options),
             *ledger.of_left_out(listing.left_out),
@@ -234,13 +235,13 @@ def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData
 
 
 def list_and_check(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """List and check the files of the data sets, and return those for training."""
+    """Return the training files of the data sets after all checks."""
     return checked_data(data, options).files
 
 
 def list_for_run(data: Sequence[DataSet], options: StreamOptions) -> list[DataFile]:
-    """Return what ``list_and_check`` does, and write what is known of the data to the
-    folder of the run.
+    """Return what ``list_and_check`` returns, and write what is known about the data to
+    the run's folder.
     """
     checked = checked_data(data, options)
     if os.path.isdir(options.run_folder):
@@ -249,7 +250,7 @@ def list_for_run(data: Sequence[DataSet], options: StreamOptions) -> list[DataFi
 
 
 def check_left_out(files: Sequence[DataFile], options: StreamOptions) -> None:
-    """Raise ConfigError if none of the files has a name in ``stream.left_out``, and log
+    """Raise ConfigError if a name in ``stream.left_out`` is not that of a file, and log
     what is left out.
     """
     sizes = {file.name: file.size for file in files}
@@ -271,9 +272,8 @@ def check_left_out(files: Sequence[DataFile], options: StreamOptions) -> None:
 def copies(
     files: Sequence[DataFile], samples: Mapping[str, str]
 ) -> list[tuple[DataFile, DataFile]]:
-    """Return pairs of local files whose content is the same, as their sizes and some
-    of their bytes say. ``samples`` has what ``content_sample`` returns, by URL, as far
-    as it is known.
+    """Return pairs (original, copy) of local files whose sizes and ``content_sample``
+    are equal. ``samples`` holds the known samples by URL.
     """
     counts = Counter(file.size for file in files if file.size and not file.remote)
     originals: dict[tuple[int, str], DataFile] = {}
@@ -290,8 +290,8 @@ def copies(
 def warn_of_copies(
     pairs: Sequence[tuple[DataFile, DataFile]], keys: Mapping[DataFile, str]
 ) -> None:
-    """Warn of files with the same content; ``keys`` names the config section of each
-    file.
+    """Log a warning about files with the same content. ``keys`` has the config section
+    of each file.
     """
     if not pairs:
         return
@@ -305,17 +305,17 @@ def warn_of_copies(
 
 
 def _identity(file: DataFile) -> object:
-    """Return what two names of a file have in common: links have its inode."""
+    """Return a value that is the same for all names and links of a file."""
     try:
         status = os.stat(file.url)
-    except OSError:  # in a store, or removed since, which is reported when it is read
+    except OSError:  # The file is in a store, or was removed: reading it reports this.
         return file.url
     return status.st_dev, status.st_ino
 
 
 def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None:
-    """Raise RefusedError if two data sets have a file in common, under any name or
-    link; warn if one has it twice.
+    """Raise RefusedError if two data sets have a file in common, under any name or link.
+    Log a warning if a data set has a file twice.
     """
     seen: dict[object, tuple[DataFile, str]] = {}
     for data_set, files in listed:
@@ -332,9 +332,9 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             first, file = pairs[0]
             if key == data_set.key:
                 logger.warning(
-                    f"{key} data: {number}, such as {file.url!r}, lead to files that "
-                    f"are read under another name ({first.url!r}), so that their "
-                    "documents come several times per epoch"
+                    f"{key} data: {number}, such as {file.url!r}, are also read under "
+                    f"another name ({first.url!r}), so that their documents come "
+                    "several times per epoch"
                 )
                 continue
             why = "a weight decides how often a document comes: leave it out of one source, and raise the weight of the other"
@@ -346,14 +346,13 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             )
 
 
-MOST_AMPLIFIED = 4.0  # C4's files on 640 ranks: 1.6
+MOST_AMPLIFIED = 4.0  # a warning is given above this; C4's files on 640 ranks have 1.6
 MUCH = 1e9  # bytes that a rank reads in an epoch
 # After about 16 epochs, more of them teach a model little (Muennighoff et al. 2023,
 # arXiv 2305.16264).
 MOST_EPOCHS = 16.0
-# of text, and of token ids; about
-BYTES_PER_TOKEN = 4
-BYTES_PER_ID = 2
+BYTES_PER_TOKEN = 4  # of text, approximately
+BYTES_PER_ID = 2  # of token ids, approximately
 
 
 @dataclass(frozen=True)
@@ -363,10 +362,11 @@ class Reading:
     source: str  # empty if there is only one
     ranks: int
     files: int
-    # stored bytes that all ranks together read in an epoch, divided by those there are
+    # stored bytes that all ranks together read in an epoch, divided by the stored bytes
+    # of the files
     amplification: float
-    largest: float  # stored bytes that one rank reads in an epoch
-    epochs: float  # in the whole run, about; 0 if its length is not known
+    largest: float  # most stored bytes that one rank reads in an epoch
+    epochs: float  # approximate epochs of the whole run; 0 if its length is not known
     unseen: float  # see ``Assignment.unseen``
 
     def warnings(self) -> Iterator[str]:
@@ -393,18 +393,18 @@ class Reading:
 
 def shares_of(names: Container[str], job_config: JobConfig, ranks: int) -> list[Share]:
     """Return the shares of the sources with these names ("" if there is only one) in a
-    run on so many data-parallel ranks.
+    run on ``ranks`` data-parallel ranks.
     """
     slots = slot_count(job_config, ranks)
-    every_share = source_shares(job_config, slots) or one_share(slots)
-    return [share for share in every_share if share.name in names]
+    all_shares = source_shares(job_config, slots) or one_share(slots)
+    return [share for share in all_shares if share.name in names]
 
 
 def readings(
     files: Mapping[str, Sequence[DataFile]], job_config: JobConfig, ranks: int
 ) -> list[Reading]:
-    """Return how so many data-parallel ranks read the files of each source, which are
-    by its name ("" if there is only one).
+    """Return how ``ranks`` data-parallel ranks read each source. ``files`` are by the
+    source's name ("" if there is only one).
     """
     tokens = job_config.training.steps * tokens_per_step(job_config, ranks)
     return [
@@ -416,8 +416,8 @@ def readings(
 def reading(
     files: Sequence[DataFile], share: Share, ranks: int, tokens: float, seed: int
 ) -> Reading:
-    """Return how data-parallel ranks read the files of a source that has the slots of
-    ``share``, in a run of so many ``tokens``.
+    """Return how ``ranks`` data-parallel ranks read the files of a source with the slots
+    of ``share``, in a run of ``tokens`` tokens.
     """
     assignment = Assignment(files, one_share(share.slots), seed)
     of_ranks = [
@@ -440,8 +440,9 @@ def reading(
 def stored_bytes(
     files: Sequence[DataFile], assignment: Assignment, slots: range
 ) -> float:
-    """Return about how many stored bytes a rank with these slots reads in an epoch: of
-    a file that is divided by blocks its own, and of others all.
+    """Return the approximate number of stored bytes that a rank with these slots reads
+    in an epoch: its own blocks of a file that is divided by blocks, and other files as
+    a whole.
     """
     parts: dict[int, float] = {}
     for slot in slots:

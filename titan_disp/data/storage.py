@@ -30,12 +30,12 @@ ZEROS = bytes(4096)
 
 
 class RetryingFile(io.RawIOBase):
-    """Represent a file that can be read at any place.
+    """A file that can be read at any place.
 
-    Subclasses say which failures are tried again.
+    Subclasses decide after which failures a read is tried again.
 
-    A file of text ends where a block of it was never written, which ``damage`` then
-    says. A decoder would take zeros for text.
+    A file of text ends at a block of zeros, which was never written, and ``damage`` then
+    says so. A decoder would take the zeros for text.
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -46,21 +46,22 @@ class RetryingFile(io.RawIOBase):
         self.count = 0  # bytes that a buffer has read
         self._held: Any = None  # what is open between reads
         self._retry_seconds = options.retry_seconds
-        # on giving up; decoders hide it in exceptions of their own
+        # the error of the read that was given up; decoders hide it in their exceptions
         self.error: Exception | None = None
-        # What is wrong with the content. Parquet files and token ids may hold zeros,
-        # and their readers say what is damaged; the index of a file has looked for
-        # them.
-        self.damage: str | None = None
-        others = file.name.endswith((*PARQUET, *ARROW, *TOKEN_IDS))
-        self._zeros = b"" if others or file.blocks is not None else ZEROS
+        self.damage: str | None = None  # what is wrong with the content
+        # Parquet, Arrow and token ids may hold zeros, and their readers find damage. The
+        # index of a file with blocks has looked for zeros.
+        may_hold_zeros = file.name.endswith((*PARQUET, *ARROW, *TOKEN_IDS))
+        self._zeros = ZEROS
+        if may_hold_zeros or file.blocks is not None:
+            self._zeros = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
-        # the documents before them are sound
+        # The documents before the zeros are sound.
         if self._zeros and (at := data.find(self._zeros)) >= 0:
             self.damage = f"{len(ZEROS):,} bytes of zeros in a row, as a disk that was full or failed leaves them"
             self._end = self._place - len(data) + at
@@ -78,8 +79,8 @@ class RetryingFile(io.RawIOBase):
         return self._place
 
     def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, as many as have come, or b"" at the end of the
-        file.
+        """Return at most ``size`` bytes, or b"" at the end of the file. There may be
+        fewer bytes, as many as have come.
         """
         wanted = max(0, self._end - self._place)
         if size >= 0:
@@ -114,7 +115,7 @@ class RetryingFile(io.RawIOBase):
         raise NotImplementedError
 
     def _let_go(self) -> None:
-        """Close what the reads hold open; the next one opens it again."""
+        """Close what is held open between reads. The next read opens it again."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -145,7 +146,7 @@ class LocalFile(RetryingFile):
         if file.tell() != self._place:
             file.seek(self._place)
         data = file.read(size)
-        # a reader would take this for the end of the documents, or for damage
+        # Without this error, a reader would take this for the file's end, or for damage.
         if not data:
             raise self._changed(f"at most {self._place} bytes", self._size)
         return data
@@ -159,14 +160,14 @@ class LocalFile(RetryingFile):
 
 BLOCK = 1 << 19  # bytes that an open object holds: a rank may hold two thousand open …
 LARGEST = 1 << 22  # … and most bytes of a request, as for a column of a Parquet file
-# after so long, the next request is preceded by one for the object's size and checksum
+# After this time, the object's size and checksum are requested before the next block.
 UNCHECKED_SECONDS = 60.0
 
 
 class ObjectFile(RetryingFile):
     """Read an object of a store, in blocks.
 
-    After most failures of the store, a block is asked for again.
+    After most failures of the store, a block is requested again.
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -203,12 +204,12 @@ class ObjectFile(RetryingFile):
         self._checked = time.monotonic()
 
 
-# Up to this many bytes are read and dropped to get to a later place; a new request
-# takes about as long
+# Up to this many bytes are read and dropped to get to a later place. A new request would
+# take about as long.
 GAP = 4 << 20
 REQUEST_SECONDS = 10.0  # time-out without a byte …
-# … and fewest bytes per second, over as long a wait: a server that sends a byte now and
-# then has failed
+# … and the fewest bytes per second during such a time: a server that sends a byte now
+# and then has failed
 SLOWEST = 4096
 
 
@@ -227,9 +228,8 @@ class RemoteFile(RetryingFile):
         self._url = hf_hub_url(
             matched[1], matched[3], repo_type="dataset", revision=matched[2]
         )
-        # seconds of waiting for bytes, and those that came
-        self._waited = 0.0
-        self._came = 0
+        self._waited = 0.0  # seconds of waiting for bytes
+        self._came = 0  # bytes that came during these seconds
         self._slow = 0.0  # seconds for which the hub has been too slow
 
     def _read(self, size: int) -> bytes:
@@ -274,9 +274,9 @@ class RemoteFile(RetryingFile):
 
 
 class _Answer:
-    """Hold the hub's answer to one request.
+    """The hub's answer to one request.
 
-    ``place`` is the place in the file of its next byte.
+    ``place`` is the place in the file of the answer's next byte.
     """
 
     def __init__(self, url: str, begin: int, size: int) -> None:
@@ -301,7 +301,7 @@ class _Answer:
             length = self._response.headers.get("Content-Length")
             self._pieces: Iterator[bytes] = self._response.iter_raw()
             if self._response.status_code == 200 and length != str(size):
-                self._pieces = self._response.iter_bytes()  # a proxy has packed it
+                self._pieces = self._response.iter_bytes()  # a proxy has compressed it
         except Exception:
             self._response.close()
             raise
@@ -330,10 +330,10 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
     place = headers.get("Content-Range", "")
     length = headers.get("Content-Length", str(size))
     if response.status_code == 200:
-        # A proxy may pack what it passes on. The length is then that of the packed
-        # content, if there is one.
-        packed = headers.get("Content-Encoding", "identity") != "identity"
-        if packed or length == str(size):
+        # A proxy may compress the content. The length, if it is stated, is then that of
+        # the compressed content.
+        compressed = headers.get("Content-Encoding", "identity") != "identity"
+        if compressed or length == str(size):
             return 0
     elif re.fullmatch(rf"bytes {begin}-\d+/({size}|\*)", place):
         return begin
@@ -345,8 +345,8 @@ def _first_byte(response: Any, begin: int, size: int) -> int:
 
 @cache
 def _client() -> Any:
-    """Return this process's HTTP client. huggingface_hub's own allows 100 connections:
-    too few for many slots.
+    """Return this process's HTTP client. huggingface_hub's own client allows only 100
+    connections, too few for many slots.
     """
     from huggingface_hub.utils import httpx
 
@@ -359,7 +359,7 @@ os.register_at_fork(after_in_child=_client.cache_clear)
 
 
 def opened(file: DataFile, options: StreamOptions) -> RetryingFile:
-    """Return a file to read, by the kind of its URL."""
+    """Return an open file, of the class for its URL."""
     reader: type[RetryingFile] = ObjectFile
     if not file.remote:
         reader = LocalFile

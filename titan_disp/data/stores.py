@@ -1,18 +1,18 @@
-"""Which files the Hugging Face hub, a local copy of one of its data sets, or an object
-store holds.
+"""This module lists files on the Hugging Face hub, in mirrors of its data sets, and in
+object stores.
 
-Of a data set on the hub, the files of one configuration and one split are listed. As in
-``load_dataset``, the ``datasets`` library decides which these are: by the
-configurations in the README, else by the names of files and folders. It is asked at one
-commit, so that all ranks read the same data.
+For a data set on the hub, the files of one configuration and one split are listed. As in
+``load_dataset``, the ``datasets`` library decides which files these are: by the
+configurations in the README, or else by the names of files and folders. All requests are
+about one commit, so that all ranks read the same data.
 
-A *mirror* is a local copy of some of its files. The names of C4's files say what they
-are. For other data sets, ``titan-disp data fetch`` writes a record into the mirror for
-every split of which all chosen files are there, so that it can be read without the hub
-and the README.
+A *mirror* is a local copy of a data set's files, or of some of them. The names of C4's
+files say which split they belong to. For other data sets, ``titan-disp data fetch``
+writes a record into the mirror for each split whose chosen files are complete. The
+mirror can then be read without the hub and the README.
 
-Object stores, S3 and its likes and Google Cloud Storage, are asked through fsspec, and
-so is the hub for files that a URL names.
+Object stores (S3 and stores like it, and Google Cloud Storage) are read through fsspec,
+and so are files on the hub that a URL names.
 """
 
 import json
@@ -32,13 +32,13 @@ from titan_disp.retry import chain, may_recover, response_of, retried
 
 DATASET = "allenai/c4"
 FOLDER = "en"
-# time-out of a request, with the tries that a store's own library makes
+# time-out of a request, including the tries that a store's own library makes
 REQUEST_SECONDS = 30.0
-LISTING_SECONDS = 60.0  # for which a store that is busy or fails is asked again
+LISTING_SECONDS = 60.0  # how long a store that is busy or fails is asked again
 FIND_SECONDS = 600.0  # time-out of a whole listing: a request for each 1,000 objects
 PREFIX = "hf:"
 FORM = "hf:OWNER/NAME, hf:OWNER/NAME:CONFIGURATION or hf:OWNER/NAME:CONFIGURATION:SPLIT"
-RECORDS = ".titan-disp"  # of a mirror; hidden, so that they are not listed as data
+RECORDS = ".titan-disp"  # folder in a mirror; hidden, so that it is not listed as data
 TOKEN = "a token of an account that has it (hf auth login, or HF_TOKEN)"
 ACCESS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws (AWS_ENDPOINT_URL if it is not Amazon's, FSSPEC_S3_ANON=1 "
@@ -51,11 +51,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HubName:
-    """Name a data set on the hub, written
+    """The name of a data set on the hub, written
     hf:OWNER/NAME[@REVISION][:CONFIGURATION[:SPLIT]].
 
-    Without a revision (a branch, tag or commit) it is main; without a configuration,
-    the data set's default one.
+    The default revision (branch, tag or commit) is main. The default configuration is
+    the data set's own.
     """
 
     repository: str
@@ -87,9 +87,10 @@ def is_hub_name(dataset: str) -> bool:
 
 
 def parse_name(dataset: str, where: str) -> HubName:
-    """Parse a name such as hf:OWNER/NAME:CONFIGURATION.
+    """Return the parts of a name such as hf:OWNER/NAME:CONFIGURATION.
 
-    The message of a ConfigError begins with ``where``, such as "training.dataset".
+    Raises ConfigError if it is not such a name. The message begins with ``where``, such
+    as "training.dataset".
     """
     # hf:OWNER/NAME::SPLIT is a split of the default configuration.
     matched = re.fullmatch(
@@ -112,9 +113,7 @@ def parse_name(dataset: str, where: str) -> HubName:
 
 @dataclass(frozen=True)
 class HubFile:
-    """Describe a file of a data set at one commit, so that all ranks read the same
-    data.
-    """
+    """A file of a data set at one commit, so that all ranks read the same data."""
 
     repository: str
     commit: str
@@ -130,7 +129,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """Describe one configuration of a data set at one commit."""
+    """One configuration of a data set at one commit."""
 
     name: HubName
     repository: str  # its present name
@@ -145,9 +144,10 @@ class HubDataset:
 
 
 def resolve(name: HubName, where: str) -> HubDataset:
-    """Ask the hub for the files of a data set.
+    """Return the files of a data set on the hub.
 
-    Raise ConfigError if there is no such data, no access or no hub.
+    Raises ConfigError if there is no such data, if access is denied, or if the hub cannot
+    be reached.
     """
     repository, commit = commit_of(name, where)
     url = f"hf://datasets/{repository}"
@@ -163,7 +163,7 @@ def resolve(name: HubName, where: str) -> HubDataset:
 
 
 def c4_files(split: str) -> list[HubFile]:
-    """Return the files of a split of C4, by number, which their names say."""
+    """Return the files of a split of C4, sorted by the numbers in their names."""
     _, commit = commit_of(C4, "the data set c4")
     pattern = re.compile(rf"{FOLDER}/c4-{split}\.(\d+)-of-\d+\.json\.gz")
     files = [
@@ -179,8 +179,8 @@ def c4_files(split: str) -> list[HubFile]:
 
 
 def _cannot_list(name: HubName, error: Exception) -> ConfigError:
-    """Make a ConfigError from any error: huggingface_hub, datasets, httpx and the
-    system each raise their own.
+    """Return a ConfigError for any error: huggingface_hub, datasets, httpx and the
+    system each raise their own types.
     """
     return ConfigError(
         f"cannot list {name} on the Hugging Face hub ({type(error).__name__}: "
@@ -190,9 +190,10 @@ def _cannot_list(name: HubName, error: Exception) -> ConfigError:
 
 
 def _patiently(ask: Callable[[], T]) -> T:
-    """Return the hub's answer.
+    """Return the hub's answer, which ``ask`` returns.
 
-    If it is busy or fails, ask again for up to a minute; not without internet.
+    If the hub is busy or fails, it is asked again for up to a minute. Without internet,
+    the error is raised at once.
     """
     from huggingface_hub.utils import httpx
 
@@ -240,8 +241,8 @@ def files_in(
 
 
 def commit_of(name: HubName, where: str) -> tuple[str, str]:
-    """Ask the hub for a repository's present name and the commit of a revision, in one
-    request, or two if it is gated.
+    """Return a repository's present name and the commit of a revision. This takes one
+    request, or two if the data set is gated.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -281,16 +282,16 @@ def splits_in(
 ) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of every split of a configuration.
 
-    ``root`` is OWNER/NAME, hf://datasets/OWNER/NAME, or a folder with all of its
-    files: then ``commit`` is None.
+    ``root`` is OWNER/NAME, hf://datasets/OWNER/NAME, or a local folder with all files of
+    the data set. For a local folder, ``commit`` is None.
     """
     from datasets import get_dataset_config_names, load_dataset_builder
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
     def ask(function: Any, *args: Any) -> Any:
-        # With an empty cache: if the hub fails, datasets would use what an earlier
-        # download has left.
+        # The cache is empty because, if the hub fails, datasets would use what an
+        # earlier download has left there.
         with tempfile.TemporaryDirectory() as cache:
             return function(root, *args, revision=commit, cache_dir=cache)
 
@@ -334,7 +335,11 @@ def splits_in(
 def files_of_split(
     splits: Mapping[str, list[str]], split: str, name: HubName, where: str
 ) -> list[str]:
-    """Return the paths of a split's files, sorted, all in formats that are read."""
+    """Return the sorted paths of a split's files.
+
+    Raises ConfigError if there is no such split, or if a file has a format that is not
+    read.
+    """
     if split not in splits:
         example = str(replace(name, split=next(iter(splits), "SPLIT")))
         raise ConfigError(
@@ -351,15 +356,17 @@ def files_of_split(
 
 
 def record_path(folder: Path, name: HubName) -> Path:
-    """Return where ``titan-disp data fetch`` writes which files of a split a mirror
-    has.
+    """Return the path of the record in which ``titan-disp data fetch`` lists the files
+    of a split in a mirror.
     """
     return folder / RECORDS / (re.sub(r"[^\w.@-]+", "--", str(name)) + ".json")
 
 
 def mirrored_files(folder: str, name: HubName, where: str) -> dict[str, int]:
     """Return the sizes of a split's files in a mirror, or in a full copy of its
-    repository, by path. None may be missing.
+    repository, by path.
+
+    Raises ConfigError if files are missing or have another size than on the hub.
     """
     root = Path(folder)
     fetch = f"titan-disp data fetch {quote(folder)} --dataset '{name}'"
@@ -417,7 +424,7 @@ def is_folder(path: str) -> bool:
 def _store(scheme: str) -> Any:
     import fsspec
 
-    try:  # without a cache of the listing, changes are seen
+    try:  # without a cache of listings, so that changes are noticed
         return fsspec.filesystem(
             scheme, skip_instance_cache=True, use_listings_cache=False
         )
@@ -427,13 +434,13 @@ def _store(scheme: str) -> Any:
         ) from error
 
 
-# a prefetch worker has no thread of its parent
+# A prefetch worker does not have the threads of its parent.
 os.register_at_fork(after_in_child=_store.cache_clear)
 
 
 def ask(url: str, method: str, **options: Any) -> Any:
-    """Call a method of the store of a URL, for ``REQUEST_SECONDS`` at most if the
-    options say nothing else.
+    """Return the result of a method of a URL's store. The default of the option timeout
+    is ``REQUEST_SECONDS``.
     """
     store = _store(url.split("://")[0])
     if store.async_impl:  # the hub's requests have their own time-out
@@ -450,9 +457,10 @@ def etag_of(info: Mapping[str, Any]) -> str:
 
 
 def at_commit(url: str, where: str) -> str:
-    """Return a URL with the commit in place of its revision if it is one of the hub.
+    """Return a URL of the hub with the commit in place of the revision, and a URL of S3
+    or Google Cloud Storage unchanged.
 
-    ConfigError is raised for other URLs than those of the stores that are read.
+    Raises ConfigError for any other URL.
     """
     if url.startswith(("s3://", "gs://")):
         return url
@@ -469,21 +477,22 @@ def at_commit(url: str, where: str) -> str:
 
 
 def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
-    """Return what the store says of the files in a folder, of a glob, or of one file,
-    by their URLs, without hidden ones.
+    """Return what a store says about the files of a folder, of a glob, or about a single
+    file, by their URLs. Hidden files are left out.
     """
     scheme = url.split("://")[0]
     method = "glob" if is_pattern(url) else "find"
 
     def is_file(name: str, info: Mapping[str, Any]) -> bool:
-        # A part that the URL does not name is hidden; a folder may be an object, too.
+        # A file is hidden if a part of its path that the URL does not name begins with a
+        # dot. A folder may be an object, too, with a slash at the end.
         common = os.path.commonprefix((name, url.rstrip("/")))
         is_hidden = "/." in name[len(common) - 1 :]
         return info["type"] == "file" and not is_hidden and not name.endswith("/")
 
     def find() -> dict[str, dict[str, Any]]:
         infos = {
-            # Of a file itself, huggingface_hub 1 finds the name only.
+            # If the URL is that of a file, huggingface_hub 1 returns only the name.
             f"{scheme}://{name}": info or ask(url, "info")
             for name, info in ask(
                 url, method, timeout=FIND_SECONDS, detail=True
@@ -492,7 +501,7 @@ def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
         files = {name: info for name, info in infos.items() if is_file(name, info)}
         filled = [name for name, info in files.items() if info["size"]]
         if scheme != "hf" and filled:
-            # an account may be allowed only to list
+            # An account may be allowed to list files but not to read them.
             ask(filled[0], "cat_file", start=0, end=1)
         return files
 
@@ -509,7 +518,7 @@ def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
 
 def check_hub(dataset: str, key: str = "training") -> None:
     """Raise ConfigError if the hub does not answer, denies access or has no such data
-    set, by one or two requests.
+    set. This takes one or two requests.
     """
     name = parse_name(dataset, f"{key}.dataset") if is_hub_name(dataset) else C4
     commit_of(name, f"{key}.dataset is {dataset!r}")

@@ -39,17 +39,18 @@ from titan_disp.data.tokenizer import NO_SEPARATOR
 from titan_disp.errors import ConfigError, DataError
 from titan_disp.files import allow_open_files
 
-# of text that a rank tokenizes ahead, in all its slots together …
+# bytes of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_BYTES = 1 << 17
 AHEAD_SEQUENCES = 16  # … but no more sequences than these
-# of text for one task of a thread: tokenizing takes about 4 ms, the task itself 0.05 ms
+# bytes of text for one task of a thread: tokenizing them takes about 4 ms, and the task
+# itself 0.05 ms
 TASK_BYTES = 1 << 13
 
 Encode = Callable[[str], Sequence[int] | np.ndarray]
 
 
 class RankStreams:
-    """The slots of one rank, by number, and the files they read."""
+    """The slots of one rank, by number, and the files that they read."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class RankStreams:
         encode: Encode,
         options: StreamOptions,
     ) -> None:
-        """Start at ``positions``, [len(slots), k] int64, copied.
+        """Start at copies of ``positions``, [len(slots), k] int64.
 
-        ``files`` are those of all sources. ``encode`` makes token ids that end in EOS
-        of a text; several threads call it.
+        ``files`` are the files of all sources. ``encode`` turns a text into token ids
+        that end in EOS. Several threads call it.
         """
         self.encode = encode
         self.options = options
@@ -80,19 +81,20 @@ class RankStreams:
             position.slot: Slot(Cursor(position, self.passes, self.faults), self)
             for position in of_slots
         }
-        self._bytes_per_token = 4.0  # a mean, by which reading ahead is measured
+        self._bytes_per_token = 4.0  # a running mean, for the amount to read ahead
 
     def seek(self) -> Iterator[Progress]:
-        """Return an iterator that reads to the positions of a resume, and yields its
-        progress, the last time when there is nothing more to read. It raises no errors
-        of files: ``Slot.fill`` meets them again. (Without this, ``Slot.fill`` would read
-        to the positions, one file after the other.)
+        """Return an iterator that reads up to the positions of a resume, and yields the
+        progress, the last time at the end.
+
+        Errors of files are not raised: ``Slot.fill`` meets them again. (Without this,
+        ``Slot.fill`` would read up to the positions, one file after the other.)
         """
         return self.passes.seek(self.executor)
 
     def read_ahead(self, slot: int) -> None:
-        """Begin to tokenize the documents of the rank's next sequences, of all its
-        slots in turn from ``slot`` on.
+        """Begin to tokenize the documents of the rank's next sequences, which come from
+        all its slots in turn, beginning with ``slot``.
 
         Raises DataError as ``Cursor.next`` does.
         """
@@ -106,9 +108,7 @@ class RankStreams:
             self.slots[of_turn].read_ahead(sequences * sequence)
 
     def learn(self, document: Document, tokens: int) -> None:
-        """Note how many ``tokens`` a document has, to read ahead by the right amount of
-        text.
-        """
+        """Update the mean of bytes per token with a document of ``tokens`` tokens."""
         self._bytes_per_token += 0.01 * (
             document.size / max(tokens, 1) - self._bytes_per_token
         )
@@ -116,12 +116,12 @@ class RankStreams:
     def tokenize(
         self, contents: list[str | np.ndarray]
     ) -> Callable[[], list[np.ndarray]]:
-        """Begin to tokenize the texts among ``contents``, and return a function that
-        waits for the end and returns the ids of each, int32. They end in EOS, unless
+        """Begin to tokenize the texts among ``contents``. Return a function that waits
+        for the end and returns each document's ids, int32, which end in EOS unless
         stream.separator is "none".
 
-        The function raises what ``encode`` raises. With stream.fast_tokenizer, the
-        texts are tokenized here and now, and the error is raised here.
+        The function raises what ``encode`` raises. With stream.fast_tokenizer, the texts
+        are tokenized at once, and this method raises the error.
         """
         if not self.options.fast_tokenizer:
             return self.executor.submit(self._tokenize, contents).result
@@ -145,8 +145,8 @@ class RankStreams:
 
     def close(self) -> None:
         """Close the files and end the threads, without waiting for either."""
-        # Without waiting: the garbage collector may close this in a thread that holds a
-        # lock of threading, which a join takes.
+        # The garbage collector may close this in a thread that holds a lock of
+        # ``threading``, and waiting would take the same lock.
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.passes.close()
 
@@ -157,7 +157,7 @@ class Slot:
     Attributes:
         position: [k] int64, after the last sequence that ``fill`` has written. The
             cursor's position is that of the documents read ahead.
-        source: gives the slot's documents in their order.
+        source: returns the slot's documents one by one.
     """
 
     def __init__(self, cursor: Cursor, streams: RankStreams) -> None:
@@ -201,15 +201,15 @@ class Slot:
         before it, 1 for the next, and so on. Raises DataError as ``Cursor.next`` does,
         and what ``encode`` raises.
         """
-        # it gains nothing from reading ahead
+        # gigatoken gains nothing from reading ahead
         if not self.streams.options.fast_tokenizer:
             self.streams.read_ahead(self.cursor.position.slot)
         filled = 0
         number = 0
         while filled < len(out):
             if not self._ahead:
-                # Drops rounding errors, and what was packed of a document before a
-                # resume
+                # This drops rounding errors, and the part of a document that was packed
+                # before a resume.
                 self._bytes = 0.0
                 self.read_ahead(1)
             document, task, index = self._ahead[0]
@@ -261,7 +261,7 @@ def empty_rows(
 
 @dataclass(frozen=True)
 class Microbatches:
-    """What the prefetch worker sends at once.
+    """Microbatches that the prefetch worker sends together.
 
     Attributes:
         rows: the arrays of ``empty_rows`` for each microbatch, filled. Arrays pass
@@ -280,11 +280,12 @@ class Microbatches:
 class Sequences(IterableDataset):
     """Yields the rank's sequences, in the prefetch worker if there is one.
 
-    First it yields the ``Progress`` of reading to the positions, then, without end,
-    ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises
-    nothing. If reading fails by ConfigError (DataError is one), it yields the complete
-    microbatches that were read before, then the error, and ends. If it fails otherwise,
-    it drops these microbatches, yields a DataError with the traceback, and ends.
+    First it yields the ``Progress`` of reading up to the positions, then, without end,
+    ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises nothing.
+    If reading fails with a ConfigError (DataError is one), it yields the complete
+    microbatches that were read before, then the error, and ends. If reading fails with
+    any other error, it drops these microbatches, yields a DataError with the traceback,
+    and ends.
     """
 
     def __init__(self, streams: RankStreams, batch: int, group: int) -> None:
@@ -298,10 +299,10 @@ class Sequences(IterableDataset):
             yield from self.streams.seek()
             yield from self._groups()
         except ConfigError as error:
-            # the consumer raises it, because a worker's traceback would bury the
-            # message
+            # The consumer raises the error, because a worker's traceback would bury the
+            # message.
             yield error
-        except Exception:  # DataLoader would add a traceback of the rank's own
+        except Exception:  # DataLoader would add the rank's traceback
             yield DataError(
                 "reading the data failed, for a reason that titan-disp does not "
                 f"know:\n{format_exc()}"
@@ -338,12 +339,12 @@ _WATCH_SECONDS = 2.0  # how often the worker checks that its rank is alive
 
 
 def worker_signals(worker: int) -> None:
-    """Ignore, in the prefetch worker, signals that ask the *rank* to stop: it saves a
-    checkpoint first, and needs the worker until then.
+    """Ignore, in the prefetch worker, signals that ask the *rank* to stop. The rank saves
+    a checkpoint first, and needs the worker until then.
 
     SIGTERM from the rank itself still ends the worker: multiprocessing sends it when
-    Python exits, and then waits. The rank's death ends the worker too. DataLoader's own
-    check for this would wait forever for the pipe to be read.
+    Python exits, and then waits. The rank's death ends the worker, too. DataLoader's own
+    check for that would wait forever for the pipe to be read.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

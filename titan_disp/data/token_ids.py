@@ -60,7 +60,7 @@ Ids = np.ndarray | BadDocument  # of a document, [n] uint16 or uint32
 
 @dataclass(frozen=True)
 class _Header:
-    """Describe what is before the ids of a file."""
+    """The header of a file of ids."""
 
     dtype: np.dtype  # of the ids
     count: int | None = None  # ids of the file; None if there is no header
@@ -69,7 +69,7 @@ class _Header:
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe how a file stores ids. Places are in bytes."""
+    """How a file stores ids. Places are in bytes."""
 
     name: str
     how: Format
@@ -77,14 +77,14 @@ class Layout:
     begin: int  # place of the first id
     end: int  # place after the last whole id that the header, if any, announces
     damage: str  # what is wrong at the end of the file, if anything
-    has_header: bool  # which says the type; if not, stream.token_dtype does
+    has_header: bool  # whether a header says the type, instead of stream.token_dtype
 
 
 def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     """Return the layout of a file, from its header if it has one.
 
-    OtherContent is raised if the file is no file of ids, and DataError if its ids or
-    the tokenizer's EOS do not have the type that the config says.
+    Raises OtherContent if the file is not a file of ids, and DataError if the tokenizer
+    or stream.token_dtype does not fit the ids.
     """
     if how.eos_id is None:
         raise DataError(
@@ -97,8 +97,8 @@ def layout_of(stored: BinaryIO, file: DataFile, how: Format) -> Layout:
     if head.startswith(_NUMPY_MAGIC):
         header = _numpy_header(head, file.url)
     else:
-        without = _Header(_DTYPES[how.token_dtype])
-        header = _llm_c_header(head, file.url) or without
+        no_header = _Header(_DTYPES[how.token_dtype])
+        header = _llm_c_header(head, file.url) or no_header
     dtype = header.dtype
     count, odd_bytes = divmod(file.size - header.size, dtype.itemsize)
     damage = ""
@@ -145,10 +145,10 @@ _NUMPY_HEADERS = {
 
 
 def _numpy_header(head: bytes, name: str) -> _Header:
-    """Return numpy.save's header of a file, from its first bytes.
+    """Return numpy.save's header of a file, from the file's first bytes.
 
-    OtherContent is raised if it cannot be read, and DataError if the array has another
-    type or shape than ids have.
+    Raises OtherContent if the header cannot be read, and DataError if the array has
+    another type or shape than ids have.
     """
     file = io.BytesIO(head)
     try:
@@ -177,9 +177,10 @@ _LLM_C_MAGIC = (20240520, 20240801, 20240522)  # the last one is of evaluations
 
 
 def _llm_c_header(head: bytes, name: str) -> _Header | None:
-    """Return the header of llm.c of a file, from its first bytes; None if it has none.
+    """Return llm.c's header of a file, from the file's first bytes, or None if there is
+    no such header.
 
-    DataError is raised if it is the header of another file than one of training data.
+    Raises DataError if the header is not that of a file of training data.
     """
     if len(head) < _LLM_C_HEADER:
         return None
@@ -197,11 +198,12 @@ def _llm_c_header(head: bytes, name: str) -> _Header | None:
 
 
 def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int, Ids]]:
-    """Yield the place of each document, in bytes, and its ids: of all the file, or
+    """Yield the place of each document, in bytes, and its ids, from the whole file or
     between two places.
 
-    DataError is raised if the ids have another type or tokenizer than the config names,
-    DamagedFile where the file is damaged, and EOFError if it ends before the last place.
+    Raises DataError if the ids have another type or tokenizer than the config names,
+    DamagedFile where the file is damaged, and EOFError if the file ends before the last
+    place.
     """
     dtype = layout.dtype
     size = dtype.itemsize
@@ -235,10 +237,10 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
 
 
 def _runs(ids: np.ndarray, eos_id: int | None) -> tuple[list[tuple[int, int]], int]:
-    """Return where each document begins and ends, and where the first unfinished one
-    begins.
+    """Return where each document in a block begins and ends, and where the unfinished
+    document at the end begins.
 
-    EOS alone is no document.
+    An EOS alone is not a document.
     """
     documents = []
     begin = 0
@@ -253,8 +255,8 @@ def _runs(ids: np.ndarray, eos_id: int | None) -> tuple[list[tuple[int, int]], i
 
 
 def checked(ids: np.ndarray, vocab_size: int) -> Ids:
-    """Return a copy of the ids of a document, or the reason why it cannot be used: the
-    tokenizer does not have one of the ids.
+    """Return a copy of a document's ids, or a BadDocument if the tokenizer does not have
+    one of the ids.
 
     (Without a copy, a document would keep the whole block in memory.)
     """
@@ -279,15 +281,15 @@ def _check_known(
 
 
 def _check_first(ids: np.ndarray, layout: Layout) -> None:
-    """Raise DataError if the first ids of a file are of another type, or of another
-    tokenizer.
+    """Raise DataError if the first ids of a file show that they have another type or
+    come from another tokenizer.
     """
     vocab_size = layout.how.vocab_size
     subject = f"{layout.name} is read as {layout.dtype.name}"
     _check_known(f"{subject} and", ids, vocab_size, _advice(layout))
     may_be_uint32 = layout.dtype.itemsize == 2 and not layout.has_header
     if may_be_uint32 and len(ids) >= 64:
-        # the halves of uint32 ids, if they are uint32
+        # If the ids are uint32, these are their low and high halves.
         pairs = ids[: len(ids) // 2 * 2].reshape(-1, 2)
         low, high = pairs.max(axis=0).tolist()
         if high <= (vocab_size - 1) >> 16 < low:
@@ -299,14 +301,14 @@ def _check_first(ids: np.ndarray, layout: Layout) -> None:
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-# by their codes; 4 is int32, of which no id is negative
+# by their codes; 4 is int32, but no id is negative
 _MEGATRON_DTYPES: dict[int, np.dtype] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}
-_MOST_BLOCKS = 1 << 14  # of a file of Megatron-LM
-_FIRST = 1 << 16  # bytes of a file of Megatron-LM whose ids must be the tokenizer's
+_MOST_BLOCKS = 1 << 14  # most blocks of a file of Megatron-LM
+_FIRST = 1 << 16  # first bytes of a file of Megatron-LM, whose ids must be known
 
 
 def paths_of(file: DataFile) -> list[str]:
-    """Return the paths of a file's content: with that of its .idx, if it is
+    """Return the paths of a file's content: its own path, and that of its .idx if it is
     Megatron-LM's.
     """
     beside = file.url.removesuffix(".bin") + ".idx"
@@ -318,23 +320,23 @@ def paths_of(file: DataFile) -> list[str]:
 
 
 class _MegatronIndex:
-    """Read NAME.idx through memory maps.
+    """The content of NAME.idx, read through a memory map.
 
     Attributes:
-        dtype: of the ids.
-        lengths: [S], of the sequences, in ids.
-        places: [S], of the sequences in NAME.bin, in bytes.
+        dtype: the type of the ids.
+        lengths: [S], the lengths of the sequences, in ids.
+        places: [S], the places of the sequences in NAME.bin, in bytes.
         bounds: [D + 1], the first sequence of each document, and S.
-        end: bytes of all sequences.
+        end: the bytes of all sequences.
     """
 
     def __init__(self, file: DataFile, path: str) -> None:
-        """OtherContent is raised if it cannot be the index of this file."""
+        """Raises OtherContent if the content cannot be the index of ``file``."""
         with open(path, "rb") as index:
             head = index.read(_MEGATRON_HEADER.size).ljust(_MEGATRON_HEADER.size, b"\0")
         _, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(head)
         size = os.path.getsize(path)
-        # More if it has the modes of multimodal data
+        # An index of multimodal data is larger.
         least = len(head) + 12 * sequences + 8 * bounds
         is_known = version == 1 and code in _MEGATRON_DTYPES
         if not is_known or not bounds or size < least:
@@ -360,9 +362,8 @@ class _MegatronIndex:
             )
 
     def is_in_order(self) -> bool:
-        """Return whether one sequence follows another, and one document another.
-
-        This reads the whole index.
+        """Return whether the sequences follow each other without gaps, and the documents
+        are in order. This reads the whole index.
         """
         ends = self.places + self.lengths.astype(np.int64) * self.dtype.itemsize
         begins = np.append(self.places, self.end)
@@ -374,8 +375,8 @@ class _MegatronIndex:
         )
 
     def begins(self, first: int, last: int) -> list[int]:
-        """Return where the documents from ``first`` on begin, and where the one before
-        ``last`` ends, in bytes.
+        """Return where the documents ``first`` to ``last`` − 1 begin, and where the last
+        of them ends, in bytes.
         """
         return [
             int(self.places[sequence]) if sequence < len(self.places) else self.end
@@ -384,17 +385,17 @@ class _MegatronIndex:
 
 
 def blocks_of(file: DataFile) -> Blocks | None:
-    """Return the blocks of a file of Megatron-LM, of equal numbers of documents; None
-    for any other or a damaged file.
+    """Return the blocks of a file of Megatron-LM, with equal numbers of documents, or
+    None for a damaged file and any other file.
 
-    ConfigError is raised if its .idx is not one that Megatron-LM writes.
+    Raises ConfigError if sequences or documents in the .idx are not in order.
     """
     path, *beside = paths_of(file)
     if not beside:
         return None
     try:
         index = _MegatronIndex(file, beside[0])
-    except OtherContent:  # reading the file will tell
+    except OtherContent:  # reading the file raises it, too
         return None
     if not index.is_in_order():
         raise ConfigError(
@@ -410,11 +411,11 @@ def blocks_of(file: DataFile) -> Blocks | None:
 def megatron_reader(
     stored: BinaryIO, file: DataFile, how: Format
 ) -> Callable[..., Iterator[Ids]] | None:
-    """Return a function that reads the documents between two numbers, or None if the
-    file is not Megatron-LM's.
+    """Return a function that yields the documents ``first`` to ``last`` − 1, or None if
+    the file is not Megatron-LM's.
 
-    The function raises DataError if the first ids are of another tokenizer, and EOFError
-    if the file is too short.
+    The function raises DataError if the first ids come from another tokenizer, and
+    EOFError if the file is too short.
     """
     path, *beside = paths_of(file)
     if not beside:

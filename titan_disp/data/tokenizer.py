@@ -20,8 +20,8 @@ from titan_disp.errors import ConfigError, DataError, did_you_mean, reported
 
 _GPT2_EOS = "<|endoftext|>"
 _HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-NONE = "none"  # as stream.separator: no token separates the documents
-NO_SEPARATOR = -1  # then the id of EOS
+NONE = "none"  # the stream.separator with which no token separates the documents
+NO_SEPARATOR = -1  # the tokenizer's eos_id in this case
 
 
 class SentencePieceTokenizer(BaseTokenizer):
@@ -61,7 +61,8 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the model has no such token."""
-        token_id = self.processor.piece_to_id(token)  # of <unk> if there is none
+        # This is the id of <unk> if there is no such token.
+        token_id = self.processor.piece_to_id(token)
         return token_id if self.id_to_token(token_id) == token else None
 
     def id_to_token(self, token_id: int) -> str:
@@ -77,7 +78,7 @@ class SentencePieceTokenizer(BaseTokenizer):
         ]
 
     def end_with(self, separator: str) -> None:
-        """Let documents end with another token than the model's own EOS."""
+        """Let documents end with the token ``separator`` instead of the model's EOS."""
         self.eos_id = self.token_to_id(separator)
 
 
@@ -87,7 +88,7 @@ class TextTokenizer(HuggingFaceTokenizer):
 
     EOS within a document would end the document, and any author of a corpus could write
     control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
-    special. Those that the file calls not special (Qwen's <think>) are words here, as
+    special. Here, tokens that the file calls not special (Qwen's <think>) are words, as
     in transformers. Settings that cut or pad every text are switched off, too.
     """
 
@@ -105,11 +106,11 @@ class TextTokenizer(HuggingFaceTokenizer):
             self._find_eos(Path(folder) / "config.json")
 
     def _load_tokenizer_from_path(self, tokenizer_path: str) -> Tokenizer:
-        """Return the tokenizer of a folder: of GPT-2's vocab.json and merges.txt as
-        transformers loads it, and of other files as TorchTitan does.
+        """Return the tokenizer in a folder. GPT-2's vocab.json and merges.txt are loaded
+        as in transformers, and other files as in TorchTitan.
 
-        TorchTitan takes merges that begin with # for comments. ConfigError is raised if
-        the files are of another class than GPT-2's, which splits text otherwise.
+        TorchTitan takes merges that begin with # for comments. Raises ConfigError if
+        vocab.json is that of another class than GPT-2's, which splits text differently.
         """
         folder = Path(tokenizer_path)
         merges = folder / "merges.txt"
@@ -120,8 +121,8 @@ class TextTokenizer(HuggingFaceTokenizer):
         their_class = config.get("tokenizer_class", "GPT2Tokenizer")
         if their_class not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
             raise ConfigError(
-                f"{str(vocabulary)!r} is of {their_class}, which splits text otherwise "
-                "than GPT-2's: add its tokenizer.json to the folder"
+                f"{str(vocabulary)!r} is of {their_class}, which splits text in "
+                "another way than GPT-2's: add its tokenizer.json to the folder"
             )
         loaded = ByteLevelBPETokenizer.from_file(str(vocabulary), str(merges))
         if loaded.token_to_id(_GPT2_EOS) is not None:
@@ -129,14 +130,15 @@ class TextTokenizer(HuggingFaceTokenizer):
         return Tokenizer.from_str(loaded.to_str())
 
     def _infer_special_tokens(self) -> None:
-        """Set BOS and EOS as TorchTitan does, and let the added tokens that are not
-        special be words.
+        """Set BOS and EOS as TorchTitan does, and make words of the added tokens that
+        are not special.
 
-        ConfigError is raised if tokenizer_config.json names a BOS or EOS that the
-        tokenizer does not have.
+        Raises ConfigError if tokenizer_config.json names a BOS or EOS that the tokenizer
+        does not have.
         """
         config = self.config or {}
-        added = {}  # the tokens that the file adds: whether they are special, or None
+        # whether each token that the file adds is special; None if the file does not say
+        added = {}
         for token in config.get("added_tokens_decoder", {}).values():
             if isinstance(token, dict):
                 added[token["content"]] = token.get("special")
@@ -160,8 +162,8 @@ class TextTokenizer(HuggingFaceTokenizer):
 
         TorchTitan takes a token that is both BOS and EOS, such as GPT-2's
         <|endoftext|>, for BOS alone. Here it is EOS alone, so that one token separates
-        two documents. If tokenizer_config.json names no token, as that of GPT-2 on the
-        hub, the id in config.json (``model``) counts.
+        two documents. If tokenizer_config.json names no token (GPT-2 on the hub), the id
+        in config.json (``model``) is used.
         """
         eos = self._get_token_from_config(self.config or {}, "eos_token")
         added = self.tokenizer.get_added_tokens_decoder()
@@ -171,13 +173,13 @@ class TextTokenizer(HuggingFaceTokenizer):
             self.end_with(eos)
         elif self.bos_id is None and model.is_file():
             eos_id = json.loads(model.read_text()).get("eos_token_id")
-            # a list, as of Llama 3, names more than the end of a document
+            # A list, as in Llama 3's file, names more than the end of a document.
             token = added.get(eos_id) if isinstance(eos_id, int) else None
             if token is not None and token.special:
                 self.end_with(token.content)
 
     def end_with(self, separator: str) -> None:
-        """Let documents end with a token in place of EOS as TorchTitan finds it."""
+        """Let documents end with the token ``separator`` instead of TorchTitan's EOS."""
         self.eos_token = separator
         self.eos_id = self.tokenizer.token_to_id(separator)
         self._infer_should_add_bos_eos()  # which depends on EOS
@@ -187,15 +189,15 @@ class TextTokenizer(HuggingFaceTokenizer):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def added_tokens(self) -> list[str]:
-        """Return the tokens that the file adds to those of the model: special tokens,
-        and words such as Qwen's <think>.
+        """Return the tokens that the file adds to the model's: special tokens, and words
+        such as Qwen's <think>.
         """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values()]
 
     def words(self) -> list[str]:
-        """Return the added tokens that are not special: text that spells one becomes
-        it.
+        """Return the added tokens that are not special. Text that spells such a token
+        becomes it.
         """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values() if not token.special]
@@ -206,13 +208,16 @@ AnyTokenizer = SentencePieceTokenizer | TextTokenizer
 
 
 def _present(token_id: int | None) -> list[int]:
-    """Return a list of the id of BOS or EOS, which is empty if there is no such token."""
+    """Return a list with the id of BOS or EOS, or an empty list if there is no such
+    token.
+    """
     if token_id is None or token_id == NO_SEPARATOR:
         return []
     return [token_id]
 
 
-# of models on the hub, by the beginnings of their names; the last one of all others
+# Repositories on the hub, by the beginnings of their models' names. The last one stands
+# for all others.
 _REPOSITORIES = {
     "Qwen": "Qwen/{}",
     "gpt2": "openai-community/{}",
@@ -225,10 +230,10 @@ _EXPECTED = "a folder with a Hugging Face tokenizer (tokenizer.json) or a Senten
 
 
 def find_tokenizer(folder: str | Path) -> Path:
-    """Return the tokenizer's file in a folder: of a Hugging Face tokenizer, or else the
-    only SentencePiece model.
+    """Return the path of the tokenizer's file in a folder: the file of a Hugging Face
+    tokenizer, or else the only SentencePiece model.
 
-    ConfigError is raised if there is no such file, or several models.
+    Raises ConfigError if there is no such file, or if there are several models.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -239,9 +244,9 @@ def find_tokenizer(folder: str | Path) -> Path:
         repository = _REPOSITORIES[beginning].format(folder.name)
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
-            f"expected {_EXPECTED}. A model's: hf download {repository} "
-            f"--include 'tokenizer*' --local-dir {folder}. The sample corpus's: "
-            f"titan-disp sample-data {sample}, then {sample}/tokenizer"
+            f"expected {_EXPECTED}. To get a model's: hf download {repository} "
+            f"--include 'tokenizer*' --local-dir {folder}. To get the sample corpus's: "
+            f"titan-disp sample-data {sample}, then set {sample}/tokenizer"
         )
     for name in _HUGGING_FACE_FILES:
         if (folder / name).is_file():
@@ -258,9 +263,9 @@ def find_tokenizer(folder: str | Path) -> Path:
 def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
     """Return the tokenizer of a folder.
 
-    It treats text that spells a special token (</s>) as text. Its EOS is the token
-    ``separator`` (stream.separator), by default its own; with "none", it is
-    ``NO_SEPARATOR``. ConfigError is raised if there is no such tokenizer or token.
+    The tokenizer treats text that spells a special token (</s>) as text. Its EOS is the
+    token ``separator`` (stream.separator), or its own EOS if this is empty. With "none",
+    eos_id is ``NO_SEPARATOR``. Raises ConfigError if there is no such tokenizer or token.
     """
     file = find_tokenizer(folder)
     is_sentencepiece = file.suffix == ".model"
@@ -271,7 +276,7 @@ def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
             f"meta-llama/… --include 'tokenizer*' --local-dir {folder}"
         )
     tokenizer: AnyTokenizer
-    # the libraries raise bare RuntimeError
+    # The libraries raise errors of several types.
     with reported(f"cannot load the tokenizer {str(file)!r}", Exception):
         if is_sentencepiece:
             tokenizer = SentencePieceTokenizer(file)
@@ -286,8 +291,8 @@ def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
 
 
 def tokenizer_of_export(folder: str | Path, separator: str) -> AnyTokenizer:
-    """Return a run's tokenizer with the EOS that its model learned: ``separator``, or the
-    tokenizer's own if that is "none".
+    """Return a run's tokenizer with the EOS that the run's model has learned:
+    ``separator``, or the tokenizer's own EOS if ``separator`` is "none".
     """
     return load_tokenizer(folder, "" if separator == NONE else separator)
 
@@ -295,13 +300,13 @@ def tokenizer_of_export(folder: str | Path, separator: str) -> AnyTokenizer:
 def _check_separator(
     tokenizer: AnyTokenizer, separator: str, folder: str | Path
 ) -> None:
-    """Raise ConfigError unless a token of the tokenizer can end documents."""
+    """Raise ConfigError unless ``separator`` is a token that can end documents."""
     subject = f"stream.separator is {separator!r}, which"
     separator_id = tokenizer.token_to_id(separator)
     if separator_id is None:
         names = tokenizer.added_tokens()
         raise ConfigError(
-            f"{subject} is no token of the tokenizer in {str(folder)!r}"
+            f"{subject} is not a token of the tokenizer in {str(folder)!r}"
             + did_you_mean(separator, names, f"; expected one such as {names[:5]}")
         )
     if separator_id in tokenizer.plain(separator):
@@ -328,20 +333,19 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     """Return a function from a text to token ids, with BOS (if there is one) and EOS
     as TorchTitan adds them.
 
-    ConfigError is raised if the tokenizer has no EOS.
+    Raises ConfigError if the tokenizer has no EOS.
     """
     if tokenizer.eos_id is None:
         raise ConfigError(
             "the tokenizer has no EOS token, which must separate documents: set "
             "stream.separator to the token that does"
         )
-    # The stream has its own threads. The tokenizer would start one for every core of
-    # the node.
+    # The stream has its own threads. The tokenizer would start another thread for every
+    # core of the node.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return lambda text: tokenizer.encode(text, add_bos=True, add_eos=True)
-    # Without offsets, which are not needed, this is a third faster than
-    # Tokenizer.encode.
+    # This computes no offsets, and is a third faster than Tokenizer.encode.
     fast = tokenizer.tokenizer.encode_batch_fast
     begin = _present(tokenizer.bos_id)
     end = _present(tokenizer.eos_id)
@@ -354,7 +358,8 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
 
 CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
 _OFF = "set stream.fast_tokenizer = false"
-# `data digest` makes a loader for every rank with the same tokenizer
+# tokenizers whose ids were compared: `data digest` makes a loader for every rank with
+# the same tokenizer
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
 _SUPPORTED_MODELS = (
     "it supports SentencePiece models of type BPE with byte fallback, without "
@@ -368,8 +373,8 @@ _ODD_PIECES = " |  |\n|\n\n|\r\n|\t|'s|'LL|e\u0301| the|The|ing|123456|don't|…
 
 
 def odd_texts(tokenizer: AnyTokenizer, count: int = 3000) -> list[str]:
-    """Return short random texts that mix everything that tokenizers treat specially,
-    also the names of special tokens.
+    """Return ``count`` short random texts, which mix everything that tokenizers treat
+    specially, including the names of special tokens.
     """
     rng = random.Random(0)
     pieces = [*_ODD_PIECES.split("|"), *tokenizer.added_tokens()[:50]]
@@ -388,9 +393,9 @@ def fast_encoder(
     during the run. It supports byte-level BPE (GPT-2, Qwen), and some SentencePiece
     models (``_SUPPORTED_MODELS``).
 
-    ConfigError is raised if gigatoken is missing, does not support this tokenizer, or
-    gives other ids at the start; DataError by the returned function if it gives other
-    ids for a document.
+    Raises ConfigError if gigatoken is missing, does not support this tokenizer, or gives
+    other ids at the start. The returned function raises DataError if gigatoken gives
+    other ids for a document.
     """
     file = find_tokenizer(folder)
     encode = _gigatoken(tokenizer, file)

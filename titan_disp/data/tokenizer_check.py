@@ -1,6 +1,6 @@
-"""Check whether a tokenizer suits the data: whether the token that ends documents is
-that of a text and not of a chat, whether files of token ids have it, and whether texts
-survive.
+"""Check whether a tokenizer suits the data: whether documents end with a token for texts
+and not for turns of a chat, whether files of token ids contain this token, and whether
+texts survive encoding and decoding.
 """
 
 from collections import Counter
@@ -30,19 +30,19 @@ _ENDS_OF_TURN = (
     "<|END_OF_TURN_TOKEN|>",  # Command R
 )
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOS_TOKEN>")
-LOOK = 1_000_000  # ids at the beginning of a file among which a separator must be
+LOOK = 1_000_000  # ids at the beginning of a file, among which a separator must be
 _SAMPLE = 1 << 16  # characters at the beginning of each of three files
-_LOST = 0.001  # of the characters of a sample, which a tokenizer may lose
+_LOST = 0.001  # fraction of a sample's characters that a tokenizer may lose
 
 
 def tokenizer_warnings(
     tokenizer: AnyTokenizer, files: Sequence[DataFile], options: StreamOptions
 ) -> list[str]:
-    """Return a sentence about everything in which the tokenizer does not suit local
+    """Return a sentence about each way in which the tokenizer does not suit the local
     files.
 
-    ConfigError is raised if documents have no end in files of token ids, and the loss
-    or the attention depends on their ends.
+    Raises ConfigError if documents in files of token ids have no end, although the loss
+    or the attention depends on the ends of documents.
     """
     local = [file for file in files if not file.remote]
     of_ids = [file for file in local if file.holds_ids]
@@ -65,7 +65,9 @@ def tokenizer_warnings(
 
 
 def _chat_token(tokenizer: AnyTokenizer, separator: str) -> str:
-    """Return a sentence about an EOS that ends turns of a chat, or an empty text."""
+    """Return a sentence about an EOS that ends turns of a chat, or an empty text if it
+    does not, or if ``separator`` replaces it.
+    """
     assert tokenizer.eos_id is not None
     eos = "" if separator else tokenizer.id_to_token(tokenizer.eos_id)
     ends = [end for end in _ENDS_OF_TEXT if tokenizer.token_to_id(end) is not None]
@@ -88,13 +90,14 @@ def _without_separator(
 
     def lacks_separator(file: DataFile) -> bool:
         last_ids = {int(ids[-1]) for ids in _beginning(file, options, LOOK)}
-        # A damaged file has none.
+        # A damaged file may yield no documents.
         return bool(last_ids) and eos_id not in last_ids
 
     with ThreadPoolExecutor(16) as pool:
         lack = list(pool.map(lacks_separator, files))
     lacking = [file for file, lacks in zip(files, lack, strict=True) if lacks]
-    if not all(lack):  # then a short file may be one document
+    # If other files have the separator, a short file may be one document.
+    if not all(lack):
         lacking = [file for file in lacking if file.size > 4 * LONGEST]
     return lacking
 
@@ -105,7 +108,9 @@ def _no_separator(
     files: int,
     options: StreamOptions,
 ) -> str:
-    """Return a sentence about the ``lacking`` of so many ``files`` of token ids."""
+    """Return a sentence about the files of token ids without a separator, ``lacking``,
+    out of ``files`` files.
+    """
     assert tokenizer.eos_id is not None
     file = lacking[0]
     ids = np.concatenate(list(_beginning(file, options, LOOK)))
@@ -120,8 +125,8 @@ def _no_separator(
 
 
 def _ids_at_intervals(tokenizer: AnyTokenizer, ids: np.ndarray) -> str:
-    """Return a sentence about ids that may be separators: those of special tokens, and
-    the largest.
+    """Return a sentence about ids that may be separators: the ids of special tokens, and
+    the largest id.
     """
     counts = Counter(ids.tolist())
     candidates = {*map(tokenizer.token_to_id, tokenizer.added_tokens()), max(counts)}

@@ -30,8 +30,8 @@ from titan_disp.errors import ConfigError, RefusedError, counted
 
 
 def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
-    """Return the number of validation sequences over all ranks: a multiple of what they
-    take in one step.
+    """Return the number of validation sequences over all ranks, a multiple of the
+    sequences of one validation step.
     """
     v = job_config.validation
     wanted = job_config.stream.validation_sequences
@@ -66,10 +66,11 @@ def first_sequences(
     count: int,
     asked: str,
 ) -> list[np.ndarray]:
-    """Read the beginning of a split as one stream, into ``empty_rows`` of int32.
+    """Return the first ``count`` sequences of a split, read as one stream, in
+    ``empty_rows`` of int32.
 
-    The split may not have fewer, because repeating some would give them more weight.
-    ``asked`` says how to ask for fewer.
+    Raises RefusedError if the split has fewer sequences, because repeating some would
+    give them more weight. ``asked`` says, for the message, how to ask for fewer.
     """
     options = replace(stream_options(job_config, seq_len, tokenizer), shuffle_window=0)
     files = check_content(files, options, "validation")
@@ -100,12 +101,12 @@ def first_sequences(
 def held_out_sequences(
     job_config: JobConfig, tokenizer: BaseTokenizer, count: int
 ) -> list[Tensor] | None:
-    """Read the first sequences of the validation split, the same on every rank and in
-    every run. A collective call.
+    """Return the first sequences of the validation split, the same on every rank and in
+    every run: token ids [count, training.seq_len + 1] int64, and their segments
+    (``Slot.fill``) if ``StreamOptions.segments`` is set. Return None if there is no
+    validation split. A collective call.
 
-    The split is the first of ``held_out_sets`` that is there. It returns token ids
-    [count, training.seq_len + 1] int64, with ``stream.document_mask`` also their
-    segments (``Slot.fill``), or None if there is no validation split.
+    The split is the first one of ``held_out_sets`` that exists.
     """
     if not (splits := held_out_sets(job_config)):
         return None
@@ -136,10 +137,7 @@ def held_out_sequences(
 
 
 class _ValidationSet:
-    """Iterate over this rank's validation batches.
-
-    The sequences are read once, before training.
-    """
+    """This rank's validation batches. Their sequences are read once, before training."""
 
     def __init__(
         self,
@@ -184,8 +182,8 @@ class StreamValidator(Validator):
     The parent's ``__init__`` would build TorchTitan's loader.
     """
 
-    # Returns, for a step, a context in which to validate. titan_disp.train announces
-    # and times it.
+    # Returns the context in which to validate at a step. titan_disp.train sets it, to
+    # announce and time the validation.
     around: Callable[[int], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
@@ -209,8 +207,8 @@ class StreamValidator(Validator):
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Validate, and log the loss and the throughput of validation.
 
-        TorchTitan counts tokens and time for both of validation and training. Those of
-        training are set aside meanwhile.
+        TorchTitan has the same counters of tokens and time for training and validation.
+        The values of training are put aside during validation.
         """
         metrics = self.metrics_processor
         tokens = metrics.ntokens_since_last_log
