@@ -121,7 +121,13 @@ class Survivor(NamedTuple):
 
     def edit(self) -> semantic.Edit:
         """Return the mutant as an edit of the file, which names no tests."""
-        return semantic.Edit(self.file, self.before, self.after, self.function, [])
+        return semantic.Edit(
+            file=self.file,
+            old=self.before,
+            new=self.after,
+            why=self.function,
+            tests=[],
+        )
 
     def can_be_made(self) -> bool:
         """Return whether the line that the mutant changes stands once in its file."""
@@ -340,7 +346,7 @@ def main() -> None:
         return
     if args.room == SEMANTIC:
         shutil.rmtree(folder, ignore_errors=True)
-        try_edits(folder, args.processes, semantic.named(args.only))
+        try_edits(folder, args.processes, semantic.edits_about(args.only))
         return
     if not args.report and not args.elsewhere:
         names = []

@@ -65,7 +65,10 @@ def that_run(table: Path, file: str, lines: Iterable[int]) -> list[str]:
     data = CoverageData(str(table))
     data.read()
     names_of = data.contexts_by_lineno(file)
-    return sorted({name for line in lines for name in names_of.get(line, ())})
+    names: set[str] = set()
+    for line in lines:
+        names.update(names_of.get(line, ()))
+    return sorted(names)
 
 
 def lines_of_functions(code: str) -> Iterator[int]:

@@ -135,7 +135,7 @@ def noticed_elsewhere(
     return ""
 
 
-def named(only: str) -> list[Edit]:
+def edits_about(only: str) -> list[Edit]:
     """Return the edits whose file or reason contains ``only``."""
     chosen = [edit for edit in edits() if only in edit.file or only in edit.why]
     if not chosen:

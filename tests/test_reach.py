@@ -61,13 +61,20 @@ def test_lines_and_their_tests(tmp_path):
         "test_processes.py",
     ]
     edit = Edit(
-        "titan_disp/code.py", "x * 2", "x * 3", "Double.", ["test_processes.py"]
+        file="titan_disp/code.py",
+        old="x * 2",
+        new="x * 3",
+        why="It triples.",
+        tests=["test_processes.py"],
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert noticed_elsewhere(tmp_path, edit, table, environment) == "test_call.py"
     same = edit._replace(new="x + x")
     assert noticed_elsewhere(tmp_path, same, table, environment) == ""
     assert code.read_text() == CODE
+
+
+EDIT = Edit(file="code.py", old="", new="", why="", tests=[])
 
 
 def test_the_lines_of_an_edit():
@@ -77,4 +84,4 @@ def test_the_lines_of_an_edit():
         "b = f(1, 2)": [2, 3, 4, 5],
         "    2,\n)\nc = 3": [4, 5, 6],
     }.items():
-        assert [*edited_lines(text, Edit("code.py", old, "", "", []))] == lines
+        assert [*edited_lines(text, EDIT._replace(old=old))] == lines
