@@ -85,7 +85,7 @@ slurm-test: setup
 
 # Finds small wrong edits of a room (tests/mutants.py lists the rooms) that its fast tests do not notice: make mutants
 # ROOM=measure. Small rooms take minutes, and large ones hours. ARGS=--again tries the survivors of the last run
-# again.
+# again. ROOM=reach measures which test files run a line; then ARGS=--elsewhere tries survivors against all of these.
 mutants: setup
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
 	$(BIN)/python -m tests.mutants $(ROOM) $(ARGS)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import tomli
 
-from tests import semantic
+from tests import reach, semantic
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "mutants"
@@ -59,6 +59,8 @@ ROOMS = {
     ),
 }
 SEMANTIC = "semantic"  # wrong edits made by hand: tests/semantic.py
+REACH = "reach"  # measures which test files run a line: tests/reach.py
+TABLE = BUILD / reach.TABLE
 MESSAGES = (
     r"logger\.|\bsay\(|raise |Error\(|^\s*\(?(\+ \(?)?f?\"[^\"]*\"( if .*)?[,)]*$"
 )
@@ -116,6 +118,24 @@ class Survivor(NamedTuple):
     before: str
     after: str
     status: str
+
+    def edit(self) -> semantic.Edit:
+        """Return the mutant as an edit of the file, which names no tests."""
+        return semantic.Edit(
+            file=self.file,
+            old=self.before,
+            new=self.after,
+            why=self.function,
+            tests=[],
+        )
+
+    def can_be_made(self) -> bool:
+        """Return whether the line that the mutant changes stands once in its file."""
+        try:
+            semantic.edit_text((ROOT / self.file).read_text(), self.edit())
+        except ValueError:
+            return False
+        return True
 
     def __str__(self) -> str:
         return f"{self.file}: {self.function} ({self.status})\n    - {self.before}\n    + {self.after}"
@@ -265,9 +285,28 @@ def _plain(line: str) -> str:
     return re.sub(r",?\s*\)", ")", " ".join(line.split()))
 
 
+def measure_reach(folder: Path) -> None:
+    """Run all fast tests with coverage.py in a copy of the checkout, and write which
+    lines each test file runs.
+    """
+    semantic.copy(ROOT, folder)
+    TABLE.unlink(missing_ok=True)
+    names = [path.name for path in sorted((folder / "tests").glob("test_*.py"))]
+    os.environ["SAMPLE"] = str(sample())
+    reach.measure(folder, TABLE, names)
+
+
+def try_edits(folder: Path, processes: int, edits: list[semantic.Edit]) -> None:
+    """Try edits in copies of the checkout, as many at a time as there are processes."""
+    copies = [folder / str(number) for number in range(processes)]
+    for copy in copies:
+        semantic.copy(ROOT, copy)
+    semantic.run(copies, sample(), TABLE, edits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants")
-    parser.add_argument("room", choices=[*ROOMS, SEMANTIC])
+    parser.add_argument("room", choices=[*ROOMS, SEMANTIC, REACH])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
@@ -281,6 +320,12 @@ def main() -> None:
         help="only those that survived the last run or were not tried",
     )
     again.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="only those that survived the last run, against the other tests that run "
+        f"their lines (after ROOM={REACH})",
+    )
+    again.add_argument(
         "--draw", type=int, metavar="N", help="only N mutants, drawn at random"
     )
     again.add_argument(
@@ -291,19 +336,19 @@ def main() -> None:
     )
     args = parser.parse_args()
     folder = BUILD / args.room
-    of_mutmut = args.report or args.again or args.draw
+    of_mutmut = args.report or args.again or args.draw or args.elsewhere
     if of_mutmut if args.room == SEMANTIC else args.only:
         parser.error(
             f"--only is for ROOM={SEMANTIC}, and the other options are for other rooms"
         )
+    if args.room == REACH:
+        measure_reach(folder)
+        return
     if args.room == SEMANTIC:
         shutil.rmtree(folder, ignore_errors=True)
-        copies = [folder / str(number) for number in range(args.processes)]
-        for each in copies:
-            semantic.copy(ROOT, each)
-        semantic.run(copies, sample(), args.only)
+        try_edits(folder, args.processes, semantic.edits_about(args.only))
         return
-    if not args.report:
+    if not args.report and not args.elsewhere:
         names = []
         if args.again:
             names = [
@@ -335,6 +380,12 @@ def main() -> None:
     noticed = total - len(survivors)
     possible = total - len(same)
     print("\n".join(str(s) for s in survivors if s not in same))
+    if args.elsewhere:
+        others = [s for s in survivors if s not in same and s.can_be_made()]
+        if others:
+            copies = folder.with_name(f"{args.room}-elsewhere")
+            try_edits(copies, args.processes, [survivor.edit() for survivor in others])
+        return
     print(
         f"{args.room}: {noticed} of {possible} mutants noticed "
         f"({noticed / possible:.1%}); {len(same)} of {total} are equivalent to the "

@@ -2,8 +2,9 @@
 
 The edits are in ``wrong_edits/*.toml``, drawn from what single-function mutants cannot show: the wiring between parts,
 degenerate inputs, forgiving comparisons, and lists that miss an entry. Each is made in a copy of the checkout, and the
-test files that it names run there. First, all of these files run without an edit. ``--processes`` edits are tried at a
-time, on all cores by default.
+test files that it names run there. First, all of these files run without an edit. An edit that they do not notice is
+tried against all other test files that run its lines, if ``make mutants ROOM=reach`` has measured which these are.
+``--processes`` edits are tried at a time, on all cores by default.
 """
 
 import os
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import tomli
 
 from tests.quotes import places
+from tests.reach import that_run
 
 EDITS = Path(__file__).parent / "wrong_edits"
 PYTEST = (
@@ -106,21 +108,62 @@ def edited(folder: Path, edit: Edit) -> Iterator[None]:
         path.write_text(former)
 
 
-def run(folders: Sequence[Path], sample: Path, only: str = "") -> None:
-    """Try the edits whose file or reason contains ``only``, each in one of ``folders``, which are copies of the checkout."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample)}
+def edited_lines(text: str, edit: Edit) -> range:
+    """Return the numbers of the lines of a file's text that an edit changes."""
+    if edit.old in text:
+        start = text.index(edit.old)
+        place = slice(start, start + len(edit.old.rstrip("\n")))
+    else:
+        (place,) = places(text, edit.old)
+    return range(
+        1 + text.count("\n", 0, place.start), 2 + text.count("\n", 0, place.stop)
+    )
+
+
+def noticed_elsewhere(
+    folder: Path, edit: Edit, table: Path, environment: dict[str, str]
+) -> str:
+    """Return the first test file that the edit does not name, runs its lines and notices it; "" if there is none."""
+    lines = edited_lines((folder / edit.file).read_text(), edit)
+    for name in that_run(table, edit.file, lines):
+        if name in edit.tests:
+            continue
+        with edited(folder, edit):
+            result = verdict(folder, [name], environment)
+        if result != SURVIVED and verdict(folder, [name], environment) == SURVIVED:
+            return name
+    return ""
+
+
+def edits_about(only: str) -> list[Edit]:
+    """Return the edits whose file or reason contains ``only``."""
     chosen = [edit for edit in edits() if only in edit.file or only in edit.why]
     if not chosen:
         raise SystemExit(f"no wrong edit has {only!r} in its file or reason")
+    return chosen
+
+
+def run(
+    folders: Sequence[Path], sample: Path, table: Path, chosen: Sequence[Edit]
+) -> None:
+    """Try the edits, each in one of ``folders``, which are copies of the checkout. ``table`` is that of ``tests.reach``."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SAMPLE": str(sample)}
     free: SimpleQueue[Path] = SimpleQueue()
     for folder in folders:
         free.put(folder)
 
     def tried(tests: Iterable[str], edit: Edit | None = None) -> str:
         folder = free.get()
+        there = environment | {"PYTHONPATH": str(folder)}
+        result = SURVIVED
         try:
-            with edited(folder, edit) if edit else nullcontext():
-                return verdict(folder, tests, environment | {"PYTHONPATH": str(folder)})
+            if tests:
+                with edited(folder, edit) if edit else nullcontext():
+                    result = verdict(folder, tests, there)
+            if edit and result == SURVIVED and table.is_file():
+                name = noticed_elsewhere(folder, edit, table, there)
+                result = f"noticed by {name}" if name else SURVIVED
+            return result
         finally:
             free.put(folder)
 
@@ -140,8 +183,7 @@ def run(folders: Sequence[Path], sample: Path, only: str = "") -> None:
             print(f"{result:8}  {edit.file}: {edit.why}", flush=True)
     noticed = len(found) - found.count(SURVIVED)
     print(
-        f"semantic: {noticed} of {len(chosen)} wrong edits noticed "
-        f"({noticed / len(chosen):.1%})"
+        f"{noticed} of {len(chosen)} wrong edits noticed ({noticed / len(chosen):.1%})"
     )
 
 

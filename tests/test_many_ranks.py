@@ -49,7 +49,12 @@ def test_a_soft_limit_is_raised():
 
 
 def test_what_a_trainer_imports():
-    """Each module is a file that every rank opens on a shared file system."""
+    """Each module is a file that every rank opens on a shared file system.
+
+    Of the 3,750, titan-disp has 97. Torch has 1,400, which import 420 of sympy and 285
+    of networkx; TorchTitan imports 600 of datasets, pandas and huggingface_hub, and 130
+    of tensorboard and protobuf.
+    """
     output = subprocess.run(
         [sys.executable, "-c", IMPORTED],
         env=environment(),
@@ -58,7 +63,7 @@ def test_what_a_trainer_imports():
         check=True,
     ).stdout
     number, names = output.splitlines()
-    assert int(number) < 4000
+    assert int(number) < 3850
     assert not {"scipy", "matplotlib", "transformers", "wandb"} & set(names.split())
 
 

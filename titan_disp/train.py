@@ -42,7 +42,9 @@ from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
 from titan_disp.data.listing import on_rank_0
 from titan_disp.data.loader import StreamLoader
+from titan_disp.data.options import stream_options
 from titan_disp.data.passes import Progress
+from titan_disp.data.prefetch import Worker
 from titan_disp.data.tokenizer import tokenizer_of_export
 from titan_disp.data.validation import StreamValidator
 from titan_disp.dispersion import kernels
@@ -94,6 +96,7 @@ class DispTrainer(Start, Trainer):
 
     stragglers: Stragglers | None = None
     peers: Aside | None = None  # the thread of ``Peers``, if there are other ranks
+    worker: Worker | None = None  # the prefetch worker
     checkpointer: DispCheckpointManager
     dataloader: StreamLoader
     metrics_processor: DispersionMetrics
@@ -125,6 +128,9 @@ class DispTrainer(Start, Trainer):
         check_device(job_config)
         check_launched(job_config)
         allow_open_files(1 if dry.is_dry(job_config) else world_size)
+        if job_config.stream.prefetch:  # before the process group: see data.prefetch
+            batch = job_config.training.local_batch_size
+            self.worker = Worker(stream_options(job_config), batch)
         path = None
         if dry.is_dry(job_config):
             dry.write_nothing(job_config)
@@ -198,6 +204,8 @@ class DispTrainer(Start, Trainer):
         """Connect the parts that TorchTitan has built with each other."""
         job = self.job_config
         self.loss_fn.defer = True
+        if self.worker is not None:
+            self.dataloader.use(self.worker)
         if job.validation.enable:
             self.validator.around = partial(self.busy, "validation")
         self.metrics_processor.clock = self.clock
@@ -743,6 +751,8 @@ class DispTrainer(Start, Trainer):
         except OSError as error:
             logger.warning(f"The logs could not be closed: {error}")
         self.dataloader.close()
+        if self.worker is not None:
+            self.worker.close()
         if self.run_folder is not None:
             if self.step > self._start_step:
                 self.report_goodput(self.run_folder.path)

@@ -12,8 +12,8 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-hsn0}
 export NCCL_CROSS_NIC=1
 # Choose libfabric's memory monitor: the default one deadlocks with PyTorch's allocator.
 export FI_MR_CACHE_MONITOR=userfaultfd
-# Make registered memory safe with fork(), with huge pages too: the prefetch worker of the data is a fork of the rank.
-# (Both variables are those of libfabric's provider, prov/cxi.)
+# Make registered memory safe with fork(), with huge pages too (man 7 fi_cxi). Our trainer forks the prefetch worker of
+# the data before NCCL starts. Under TorchTitan's own trainer, and in other libraries, forks come later.
 export CXI_FORK_SAFE=${CXI_FORK_SAFE:-1} CXI_FORK_SAFE_HP=${CXI_FORK_SAFE_HP:-1}
 # Large jobs overflow the default completion and transmit queues.
 export FI_CXI_DEFAULT_CQ_SIZE=131072

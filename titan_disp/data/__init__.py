@@ -18,7 +18,7 @@ Once, at the start::
     loader.StreamLoader         the positions of a rank's slots, as checkpoints store
                                 them; fingerprint: what a checkpoint must agree with
 
-For every batch, in a rank's prefetch worker, where each step asks the one above it::
+For every batch, in a rank's worker (``prefetch``), where each step asks the one above it::
 
     storage.RetryingFile.read   bytes of a file; failed reads are tried again
       ▼

@@ -39,6 +39,7 @@ from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain
+from typing import Any
 
 from titan_disp.data.blocks import STEP, Blocks, Visits
 from titan_disp.data.listing import DataFile
@@ -300,6 +301,8 @@ class Assignment:
             shares: each source's slots.
             seed: the seed of the order of the files.
         """
+        self._files = files
+        self._shares = shares
         self.slots = sum(share.slots for share in shares)
         self.seed = seed
         self.first_files: list[int] = []
@@ -314,6 +317,10 @@ class Assignment:
             self.first_files.append(first_file)
             self.dealt += source.dealt
         self.run = lru_cache(maxsize=8 * self.slots)(self._run)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it is made of, because its caches cannot be pickled."""
+        return Assignment, (self._files, self._shares, self.seed)
 
     def _run(self, slot: int, epoch: int) -> Run:
         """Return what a slot reads in an epoch. Both count from 0."""

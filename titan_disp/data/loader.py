@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.data import DataLoader
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
@@ -38,6 +38,7 @@ from titan_disp.data.listing import DataFile, on_rank_0
 from titan_disp.data.options import StreamOptions, stream_options
 from titan_disp.data.passes import Progress
 from titan_disp.data.position import Field
+from titan_disp.data.prefetch import Arrival, OpenStreams, Worker, arrivals
 from titan_disp.data.sources import (
     data_sets,
     list_and_check,
@@ -45,24 +46,13 @@ from titan_disp.data.sources import (
     readings,
     source_shares,
 )
-from titan_disp.data.stream import (
-    Batch,
-    Encode,
-    Microbatches,
-    RankStreams,
-    Sequences,
-    as_batch,
-    worker_signals,
-)
-from titan_disp.data.tokenizer import AnyTokenizer, encoder, fast_encoder
+from titan_disp.data.stream import Batch, Encode, RankStreams, as_batch
+from titan_disp.data.tokenizer import AnyTokenizer, Encoder
 from titan_disp.data.tokenizer_check import tokenizer_warnings
 from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 
 details = logging.getLogger(__name__)  # not for the console: see run.console
-_GROUP = 32  # the prefetch worker sends up to this many microbatches at once …
-# … but no more tokens than these, unless a single microbatch has more
-_GROUP_TOKENS = 1 << 16
 # Over all ranks, these counters take the largest value, and all others the sum.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 Counters = Mapping[Metric, float]
@@ -128,9 +118,10 @@ class StreamLoader(BaseDataLoader):
         self.options = options
         self.groups = list(shares) or one_share(slots)
         self.assignment = Assignment(files, self.groups, options.seed)
-        self.encode: Encode = encoder(tokenizer)
-        if options.fast_tokenizer:
-            self.encode = fast_encoder(tokenizer, tokenizer_folder, self.encode)
+        self.tokenizer = tokenizer
+        self.encode: Encode = Encoder(
+            tokenizer, tokenizer_folder, options.fast_tokenizer
+        )
         first_slot = dp_rank * slots_per_rank
         self.slots = range(first_slot, first_slot + slots_per_rank)
         self.local_batch_size = local_batch_size
@@ -151,12 +142,29 @@ class StreamLoader(BaseDataLoader):
             sum(file.size * file.density for file in files if group.owns(file))
             for group in self.groups
         ]
+        self._worker: Worker | None = None
         self._running: Generator[Batch, None, None] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         self._running = self._batches()
         return self._running
+
+    def use(self, worker: Worker) -> None:
+        """Let the next iteration read in a worker that has started before.
+
+        A tokenizer that another train spec has built is not sent to it, because it may
+        come out of pickle with other settings. The iteration then forks this process.
+        """
+        if isinstance(self.tokenizer, AnyTokenizer):
+            worker.send(self._opener())
+            self._worker = worker
+        else:
+            logger.warning(
+                f"data: {type(self.tokenizer).__name__} is no tokenizer of titan-disp: "
+                "the prefetch worker is forked beside NCCL or RCCL, which may need the "
+                "variables of slurm/sites"
+            )
 
     def close(self) -> None:
         """Stop the prefetch worker. The next iteration begins at ``positions``."""
@@ -170,11 +178,11 @@ class StreamLoader(BaseDataLoader):
         Raises the ConfigError that has ended the reading, usually a DataError.
         """
         of_slots = cycle(self.positions.numpy())
-        arrivals = self._arrivals()
+        received = self._arrivals()
         try:
             while True:
                 start = time.perf_counter()
-                arrival = next(arrivals)
+                arrival = next(received)
                 self.seconds_waited += time.perf_counter() - start
                 if isinstance(arrival, ConfigError):
                     raise arrival
@@ -192,40 +200,30 @@ class StreamLoader(BaseDataLoader):
                         rows = [row.pin_memory() for row in rows]
                     yield as_batch(*rows)
         finally:
-            del arrivals  # DataLoader stops its worker when its iterator is deleted
+            del received  # DataLoader stops its worker when its iterator is deleted
 
-    def _arrivals(self) -> Iterator[Progress | Microbatches | ConfigError]:
-        """Start the prefetch worker, and return an iterator over what it sends."""
-        options = self.options
-        group = 1
-        worker: dict[str, Any] = {}
-        if options.prefetch:
-            # Microbatches are sent in groups: each transfer costs both processes as
-            # much as thousands of tokens.
-            tokens = self.local_batch_size * options.seq_len
-            group = max(1, min(_GROUP, _GROUP_TOKENS // tokens))
-            worker = {
-                "num_workers": 1,
-                # even where it is not the default (Python 3.14), so that the tokenizer
-                # need not be loaded again
-                "multiprocessing_context": "fork",
-                "worker_init_fn": worker_signals,
-                "prefetch_factor": -(-options.prefetch // group),
-            }
-        streams = RankStreams(
+    def _opener(self) -> OpenStreams:
+        """Return what opens the rank's streams at positions."""
+        return partial(
+            RankStreams,
             self.files,
             self.slots,
-            positions=self.positions.numpy(),
             assignment=self.assignment,
             encode=self.encode,
-            options=options,
+            options=self.options,
         )
-        sequences = Sequences(streams, self.local_batch_size, group)
-        # DataLoader's own collate function would turn arrays into tensors in the
-        # worker.
-        return iter(
-            DataLoader(sequences, None, collate_fn=lambda arrival: arrival, **worker)
-        )
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        """Return an iterator over what the prefetch worker sends, or what this process
+        reads without one.
+        """
+        positions = self.positions.numpy()
+        worker = self._worker
+        self._worker = None  # it reads from one position on
+        if worker is not None:
+            return worker.begin(positions)
+        open_streams = partial(self._opener(), positions=positions)
+        return arrivals(open_streams, self.options, self.local_batch_size)
 
     def counters(self) -> dict[Metric, float]:
         """Return this rank's counters of the sequences handed out.

@@ -19,6 +19,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle
 from traceback import format_exc
@@ -282,22 +283,25 @@ class Sequences(IterableDataset):
 
     First it yields the ``Progress`` of reading up to the positions, then, without end,
     ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises nothing.
-    If reading fails with a ConfigError (DataError is one), it yields the complete
-    microbatches that were read before, then the error, and ends. If reading fails with
-    any other error, it drops these microbatches, yields a DataError with the traceback,
-    and ends.
+    If opening the streams or reading fails with a ConfigError (DataError is one), it
+    yields the complete microbatches that were read before, then the error, and ends. If
+    either fails with any other error, it drops these microbatches, yields a DataError
+    with the traceback, and ends.
     """
 
-    def __init__(self, streams: RankStreams, batch: int, group: int) -> None:
-        self.streams = streams
+    def __init__(
+        self, open_streams: Callable[[], RankStreams], batch: int, group: int
+    ) -> None:
+        self.open_streams = open_streams
         self.batch = batch
         self.group = group
 
     def __iter__(self) -> Iterator[Progress | Microbatches | ConfigError]:
         allow_open_files()  # a rank may hold a file open for each slot
         try:
-            yield from self.streams.seek()
-            yield from self._groups()
+            with closing(self.open_streams()) as streams:
+                yield from streams.seek()
+                yield from self._groups(streams)
         except ConfigError as error:
             # The consumer raises the error, because a worker's traceback would bury the
             # message.
@@ -307,12 +311,9 @@ class Sequences(IterableDataset):
                 "reading the data failed, for a reason that titan-disp does not "
                 f"know:\n{format_exc()}"
             )
-        finally:
-            self.streams.close()
 
-    def _groups(self) -> Iterator[Microbatches]:
+    def _groups(self, streams: RankStreams) -> Iterator[Microbatches]:
         """Yield groups of microbatches. Raises ConfigError after the last one."""
-        streams = self.streams
         slots = cycle(streams.slots.values())
         failure = None
         while failure is None:

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -104,6 +105,10 @@ class TextTokenizer(HuggingFaceTokenizer):
         self.tokenizer.no_padding()
         if self.eos_id is None:
             self._find_eos(Path(folder) / "config.json")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tokenizer.encode_special_tokens = True  # the library does not pickle it
 
     def _load_tokenizer_from_path(self, tokenizer_path: str) -> Tokenizer:
         """Return the tokenizer in a folder. GPT-2's vocab.json and merges.txt are loaded
@@ -354,6 +359,27 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
     if tokenizer.hf_adds_eos:
         end = []
     return lambda text: [*begin, *fast([text])[0].ids, *end]
+
+
+class Encoder:
+    """The function from a text to its token ids that a stream calls, from several
+    threads: ``encoder``, or ``fast_encoder`` with stream.fast_tokenizer.
+    """
+
+    def __init__(self, tokenizer: BaseTokenizer, folder: str, fast: bool) -> None:
+        self._parts = (tokenizer, folder, fast)
+        self._encode: Callable[[str], list[int] | np.ndarray] = encoder(tokenizer)
+        if fast:
+            self._encode = fast_encoder(tokenizer, folder, self._encode)
+
+    def __call__(self, text: str) -> list[int] | np.ndarray:
+        return self._encode(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it is made of, because the libraries' functions cannot be
+        pickled.
+        """
+        return Encoder, self._parts
 
 
 CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
