@@ -168,8 +168,8 @@ def differences_over_seeds(
 
     Runs of one seed share their initial weights and the order of their data, so that
     their scores are correlated. Conditions are therefore compared over the seeds that
-    they share, or by Welch's t-test if they share none. A condition is left out if it
-    shares none and has fewer than two seeds.
+    they share, or by Welch's t-test if they share none. A condition is left out if
+    neither is possible.
 
     Args:
         conditions: each condition's score by seed. If seeds are unknown, any key that

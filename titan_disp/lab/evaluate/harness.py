@@ -171,7 +171,7 @@ def build_suite(
         if examples is None:
             examples = shots.get(name)
         for task in manager.load(item)["tasks"].values():
-            # 0 is fixed by the task: the prompt of TruthfulQA contains examples already.
+            # A task with 0 fixes this number. TruthfulQA's prompt already has examples.
             if examples is not None and task.get_config("num_fewshot") != 0:
                 task.set_config("num_fewshot", examples)
     rows = {row.name: row for row in chain.from_iterable(map(_rows, items.values()))}

@@ -329,7 +329,7 @@ def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
 def _named_condition(
     name: str, places: list[int], runs: Sequence[RunRecord]
 ) -> Condition:
-    """Return a condition whose name includes the number of its runs, if several."""
+    """Return a condition; if it has several runs, their number is added to its name."""
     seeds = {seeds_of(runs[place]) for place in places}
     if len(places) > 1:
         noun = "runs"
