@@ -379,7 +379,7 @@ def test_a_repeated_option_keeps_all_of_its_values(monkeypatch, capsys):
     assert collected == ["condensation", *expected]
     twice = ("plan", DEMO, "--nodes", "1", "--nodes=2")
     assert typed(monkeypatch, *twice) == 2
-    assert "--nodes stands there twice, expected once" in capsys.readouterr().err
+    assert "--nodes is repeated; expected it once" in capsys.readouterr().err
     # Of options for keys of the config, the last one counts, as in TorchTitan.
     steps = ("--training.steps", "3", "--training.steps", "4")
     words = ("plan", DEMO, "--gpus-per-node", "1", *steps, "--json")

@@ -626,7 +626,10 @@ def test_seeds_of_a_condition_against_one_model(models, own, answers, tmp_path, 
     told = capsys.readouterr().err
     # a single seed has no uncertainty
     assert table(markdown)[0][4:] == ["a-hf", "pair (2 seeds)", "pair − a-hf"]
-    assert "dtypes differ (a-hf float32, b-hf float32, c-hf bfloat16)" in markdown
+    assert (
+        "dtypes of the models differ (a-hf float32, b-hf float32, c-hf bfloat16)"
+        in markdown
+    )
     assert "model 1 of 3: a-hf: " in told
     assert re.search(r"model 3 of 3, about \d+ s left: c-hf: ", told)
 

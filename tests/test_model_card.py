@@ -247,6 +247,7 @@ def test_metadata_is_that_of_the_hub(run):
     (result,) = data.eval_results
     assert (result.metric_type, result.metric_value) == ("cross_entropy", 3.5)
     assert (result.dataset_name, result.task_type) == ("name", "text-generation")
+    assert data.model_name == "small"  # the hub shows the score under this name
     # A folder of one's own has no name on the hub.
     change_config(run, "training", dataset="text", dataset_path="/x/corpus")
     assert metadata().datasets is None

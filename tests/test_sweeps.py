@@ -183,7 +183,7 @@ class TestPoints:
             ("", "nothing varies"),
             (
                 '[grid]\n"compile.components" = [["model,loss"]]',
-                "'model,loss', which has a comma: .* splits it there",
+                "'model,loss', which TorchTitan's .* splits at the comma",
             ),
             (
                 '[grid]\n"compile.components" = [["model", 1]]',

@@ -1,8 +1,8 @@
 """``titan-disp …`` and ``python -m titan_disp …`` run this module.
 
-The loss needs only PyTorch, but the command line needs all that titan-disp requires.
-This module can be imported without it, and says what is missing. It knows its version
-without it, too.
+The loss needs only PyTorch, but the command line needs all packages that titan-disp
+requires. This module needs none of them: it names a missing package, and prints the
+version of titan-disp.
 """
 
 import re
@@ -14,7 +14,9 @@ from titan_disp.errors import EXIT_CODE
 
 
 def required_packages() -> set[str]:
-    """Return the names by which titan-disp imports what it requires, without extras."""
+    """Return the import names of the packages that titan-disp requires, without those of
+    extras.
+    """
     lines = [line for line in requires("titan-disp") or [] if "extra ==" not in line]
     return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
 

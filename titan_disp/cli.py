@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from json import dumps
 from pathlib import Path
 from pkgutil import resolve_name
@@ -56,18 +57,21 @@ def data_check(options: opts.CheckOptions) -> int:
 
     opts.check_least(options, ranks=1)
     checked = check_data(load_config(options.argv), options.ranks)
-    print(dumps(dataclasses.asdict(checked)) if options.json else checked.page())
+    if options.json:
+        print(dumps(dataclasses.asdict(checked)))
+    else:
+        print(checked.page())
     return int(bool(checked.refused))
 
 
 def data_fetch(options: opts.FetchOptions) -> str:
     from titan_disp.lab.fetch import fetch
 
-    if left := fetch(options):
-        print("\n".join(left), file=sys.stderr)
+    if problems := fetch(options):
+        print("\n".join(problems), file=sys.stderr)
         raise ConfigError(
-            f"{counted(len(left), 'file')} could not be fetched; run the same command "
-            "again"
+            f"{counted(len(problems), 'file')} could not be fetched; run the same "
+            "command again"
         )
     path = str(options.folder)
     return (
@@ -81,12 +85,10 @@ def config(options: opts.ReferenceOptions) -> None:
 
     if options.markdown and options.name is not None:
         raise ConfigError("--markdown prints the whole page: leave out the name")
-    text = (
-        reference.markdown()
-        if options.markdown
-        else reference.reference(options.name) + "\n"
-    )
-    print(text, end="", flush=True)
+    if options.markdown:
+        print(reference.markdown(), end="", flush=True)
+    else:
+        print(reference.reference(options.name), flush=True)
 
 
 def plan(options: opts.PlanOptions) -> None:
@@ -94,24 +96,22 @@ def plan(options: opts.PlanOptions) -> None:
     from titan_disp.config.load import load_config
 
     job_config = load_config(options.argv)
-    made = make_plan(job_config, options, options.strict)
-    found = []
+    run_plan = make_plan(job_config, options, options.strict)
+    settings = []
     if options.suggest:
         from titan_disp.cluster.suggest import suggest
 
-        found = suggest(job_config, options)
+        settings = suggest(job_config, options)
     if options.json:
-        others = (
-            {"suggestions": [dataclasses.asdict(one) for one in found]}
-            if options.suggest
-            else {}
-        )
-        print(dumps(dataclasses.asdict(made) | others))
+        fields = dataclasses.asdict(run_plan)
+        if options.suggest:
+            fields["suggestions"] = list(map(dataclasses.asdict, settings))
+        print(dumps(fields))
         return
-    print(render(made))
-    for i, one in enumerate(found):
-        print(f"{'suggested' if i else 'now':<15} {one.line()}")
-    if len(found) == 1:
+    print(render(run_plan))
+    for i, setting in enumerate(settings):
+        print(f"{'suggested' if i else 'now':<15} {setting.line()}")
+    if len(settings) == 1:
         print(
             f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that "
             "was tried fits and is accepted"
@@ -147,9 +147,9 @@ def checkpoint(options: opts.CheckpointOptions) -> int:
     from titan_disp.lab.export.inventory import inventory
 
     damaged = False
-    for found in inventory(options.run, options.step):
-        print(found.line(), flush=True)
-        damaged |= found.damaged
+    for saved in inventory(options.run, options.step):
+        print(saved.line(), flush=True)
+        damaged |= saved.damaged
     return int(damaged)
 
 
@@ -177,11 +177,12 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     print(write_table(read_sweep(options.file), options), end="")
 
 
-# the class of its options, and a function of them or where it is
+# (class of the options, function that takes them); the function may be named by its
+# module and name, below titan_disp
 Command = tuple[Any, Callable[[Any], Any] | str]
 Commands = Mapping[str, Command | Mapping[str, Command]]
-# The functions above import what they need, and the others are imported when they are
-# called: help appears at once.
+# The functions above import what they need when they are called, and functions that are
+# named by a string are imported only then. Help therefore appears at once.
 COMMANDS: Commands = {
     "init": (opts.InitOptions, "lab.init:init"),
     "sample-data": (opts.SampleOptions, sample_data),
@@ -214,10 +215,10 @@ GROUPS = {
 }
 
 
-# tyro prints the boxes of help from the docstrings of options and their fields. It
-# keeps the line breaks inside a field's description and then wraps the lines once more,
-# so that lines end early. It does not wrap a subcommand's description at all. Both are
-# settled here before tyro sees the text.
+# tyro prints help from the docstrings of option classes and their fields. It keeps the
+# line breaks inside a field's description and wraps the lines again, so that some lines
+# are short. It does not wrap a subcommand's description at all. _join_lines and _wrapped
+# prepare the texts for tyro.
 
 
 def description(options: type) -> str:
@@ -225,22 +226,24 @@ def description(options: type) -> str:
 
 
 def _join_lines(options: type) -> None:
-    """Write the fields' descriptions, one line each, into the docstring of the class,
-    which tyro prefers to theirs.
+    """Write the description of each field as one line into the docstring of the class.
+
+    tyro prefers these descriptions to the docstrings of the fields.
     """
     texts: dict[str, str] = {}
     for base in reversed(options.__mro__[:-1]):
         texts |= {
-            one.arg_name: one.description or ""
-            for one in docstring_parser.parse_from_object(base).params
+            field.arg_name: field.description or ""
+            for field in docstring_parser.parse_from_object(base).params
         }
     fields = [f"    {name}: {' '.join(text.split())}" for name, text in texts.items()]
     options.__doc__ = "\n".join([f"{description(options)}\n\nArgs:", *fields])
 
 
 def _wrapped(text: str) -> str:
-    """Wrap paragraphs to the terminal, as one. tyro joins lines again unless they begin
-    with a blank.
+    """Return ``text`` as one paragraph, wrapped to the terminal's width.
+
+    Each line begins with blanks; otherwise tyro would join the lines again.
     """
     wrapper = textwrap.TextWrapper(
         shutil.get_terminal_size().columns - 4, break_on_hyphens=False
@@ -249,45 +252,53 @@ def _wrapped(text: str) -> str:
 
 
 def _find(commands: Commands, args: Sequence[str], prog: str) -> Command | None:
-    """Return the subcommand that ``args`` names, or None if they only lead to a list of
-    subcommands.
+    """Return the subcommand that ``args`` names, or None if ``args`` names none, so that
+    tyro prints help.
+
+    Raises ConfigError if the first word is not a subcommand.
     """
     if not args or args[0].startswith("-"):
         return None
-    found = commands.get(args[0])
-    if found is None:
-        files = ["a TOML file"] if commands is COMMANDS["sweep"] else []
+    member = commands.get(args[0])
+    if member is None:
         hint = did_you_mean(args[0], commands)
-        expected = ", ".join([*files, *commands])
+        expected = ", ".join(commands)
+        if commands is COMMANDS["sweep"]:
+            expected = f"a TOML file, {expected}"
         # tyro would call the word an unrecognized option
         raise ConfigError(
             f"{args[0]!r} is not a subcommand of {prog}{hint}; expected {expected}"
         )
-    return (
-        _find(found, args[1:], f"{prog} {args[0]}")
-        if isinstance(found, Mapping)
-        else found
-    )
+    if isinstance(member, Mapping):
+        return _find(member, args[1:], f"{prog} {args[0]}")
+    return member
 
 
 def _app(commands: Commands, listed: bool) -> tyro.extras.SubcommandApp:
+    """Return the parser of ``commands``.
+
+    Its help has the first paragraph of each description if ``listed``, for a list of
+    subcommands, and otherwise all of the description.
+    """
     app = tyro.extras.SubcommandApp()
     for name, member in commands.items():
         if isinstance(member, Mapping):
             app.command(_app(member, listed), name=name, help=_wrapped(GROUPS[name]))
         else:
             text = description(member[0])
-            summary = " ".join(text.partition("\n\n")[0].split())  # the first paragraph
-            app.command(
-                member[0], name=name, help=summary if listed else _wrapped(text)
-            )
+            if listed:
+                first_paragraph = text.partition("\n\n")[0]
+                text = " ".join(first_paragraph.split())
+            else:
+                text = _wrapped(text)
+            app.command(member[0], name=name, help=text)
     return app
 
 
 def run(args: Sequence[str], prog: str) -> None:
-    """Call the function that ``args`` names with its options.
+    """Call the function of the subcommand that ``args`` names.
 
-    It may return a text, or its exit status.
+    Print the text that the function returns, or exit with the status that it returns.
     """
     command = _find(COMMANDS, args, prog)
     if command is not None:
@@ -306,11 +317,9 @@ def run(args: Sequence[str], prog: str) -> None:
     )
     assert command is not None  # otherwise, tyro has printed help or an error
     function = command[1]
-    result = (
-        resolve_name(f"titan_disp.{function}")
-        if isinstance(function, str)
-        else function
-    )(options)
+    if isinstance(function, str):
+        function = resolve_name(f"titan_disp.{function}")
+    result = function(options)
     if isinstance(result, str):
         print(result)
     elif isinstance(result, int):
@@ -318,14 +327,17 @@ def run(args: Sequence[str], prog: str) -> None:
 
 
 def _collected(argv: Sequence[str], options: type) -> list[str]:
-    """Return the words of a command line. An option of several values that is repeated
-    has all of them where it stands first, because tyro would keep the last ones only.
+    """Return the words of a command line, with all values of a repeated option at its
+    first place.
 
-    Raises ConfigError if another option of the class ``options`` is repeated. Options
-    for keys of the config have a dot, and are passed on.
+    tyro would keep only the values of the last place. Options for keys of the config,
+    which have a dot, are passed on unchanged.
+
+    Raises ConfigError if an option of the class ``options`` that takes a single value is
+    repeated.
     """
     types = get_type_hints(options)
-    groups: list[list[str]] = [[]]  # an option with its values each
+    groups: list[list[str]] = [[]]  # each one is an option with its values
     group_of: dict[str, list[str]] = {}
     for word in argv:
         option, equals, value = word.partition("=")
@@ -338,43 +350,50 @@ def _collected(argv: Sequence[str], options: type) -> list[str]:
         elif get_origin(types[name]) is tuple:
             # The words that follow are further values of the first group.
             groups.append(group_of[name])
-            groups[-1].extend([value] if equals else [])
+            if equals:
+                groups[-1].append(value)
         else:
-            raise ConfigError(f"{option} stands there twice, expected once")
+            raise ConfigError(f"{option} is repeated; expected it once")
     merged = {id(group): group for group in groups}
-    return [word for group in merged.values() for word in group]
+    return list(chain.from_iterable(merged.values()))
 
 
 def _split_overrides(argv: Sequence[str], options: type) -> list[str]:
-    """Move options for keys of the config, which have a dot, behind ``--``, so that
-    tyro passes them on unchanged.
+    """Return ``argv`` with the options for keys of the config moved behind ``--``, so
+    that tyro passes them on unchanged.
 
-    Raises ConfigError for another option that the class ``options`` does not have.
+    Names of keys have a dot. Raises ConfigError for an option without a dot that is not
+    a field of the class ``options``.
     """
     names = {field.name for field in dataclasses.fields(options)} | {"help"}
-    own: list[str] = []
-    theirs: list[str] = []
-    # a word that is not an option (``0.5``, ``-1``) belongs to the previous one
-    current = own
+    command_words: list[str] = []
+    overrides: list[str] = []
+    # A word that is not an option (``0.5``, ``-1``) is a value of the previous option.
+    current = command_words
     for word in argv:
         check_dashes(word)
         if word.startswith("--"):
             name, _, _ = word[2:].replace("-", "_").partition("=")
-            current = theirs if "." in name else own
-            if current is own and name not in names:
+            if "." in name:
+                current = overrides
+            elif name in names:
+                current = command_words
+            else:
                 raise unknown_option(name, names)
         current.append(word)
-    return [*own, *(["--", *theirs] if theirs else [])]
+    if overrides:
+        return [*command_words, "--", *overrides]
+    return command_words
 
 
 def _begins_with_a_file(words: Sequence[str]) -> bool:
-    """Return whether the words after ``sweep`` are those of ``sweep run``: a file, or
-    options before it.
+    """Return whether ``run`` was left out after ``sweep``: the next word is a file, or
+    an option.
     """
     if not words or words[0] in ("run", "table", "-h", "--help"):
         return False
-    # A word with a dot or a slash means a file even if there is none, for the sake of
-    # the message.
+    # A word with a dot or a slash is taken as a file even if there is none, so that the
+    # message says that the file does not exist.
     return (
         words[0].startswith("-")
         or bool(set("./") & set(words[0]))
@@ -384,14 +403,14 @@ def _begins_with_a_file(words: Sequence[str]) -> bool:
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Help and tables have characters that a terminal may not have.
+        # Help and tables have characters that a terminal may not be able to show.
         sys.stdout.reconfigure(errors="replace")
     argv = sys.argv[1:]
     if argv[:1] == ["sweep"] and _begins_with_a_file(argv[1:]):
         argv.insert(1, "run")
     try:
         encoding = locale.getpreferredencoding(False)
-        if codecs.lookup(encoding).name != "utf-8":  # torch fails while it is imported
+        if codecs.lookup(encoding).name != "utf-8":  # torch's import would fail
             raise ConfigError(
                 f"Python reads and writes files as {encoding} here, expected UTF-8: "
                 "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"

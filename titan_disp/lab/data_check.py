@@ -1,5 +1,5 @@
-"""``titan-disp data check`` looks at all files of a run's data, and says what a start
-finds.
+"""``titan-disp data check`` reads all files of a run's data, and reports what a start of
+the run would find in them.
 """
 
 from collections import Counter
@@ -28,12 +28,12 @@ class DataCheck:
         stored: bytes of all files.
         text: bytes of text in them, estimated.
         separator: the token that ends documents, or "none".
-        ledger: what becomes of each file.
+        ledger: how many bytes of each file are used, skipped or left out, and why.
         readings: how ranks read each source.
-        resume: what a resume in the middle of an epoch reads again of each source.
+        resume: for each source, what a resume in the middle of an epoch reads again.
         copies: pairs of files with the same content.
-        warnings: what a start logs about the tokenizer and the readings.
-        refused: why a start refuses the data, or empty.
+        warnings: warnings of a start about the tokenizer and the readings.
+        refused: the reason why a start would refuse the data, or "".
     """
 
     formats: dict[str, int]
@@ -83,17 +83,17 @@ class DataCheck:
 
 
 def _eos(tokenizer: AnyTokenizer) -> str:
-    """Return the text of the tokenizer's EOS, or "none" if it has none."""
+    """Return the text of the tokenizer's EOS token, or "none" if there is none."""
     if tokenizer.eos_id is None:
         return "none"
     return str(tokenizer.id_to_token(tokenizer.eos_id))
 
 
 def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
-    """Look at all files of a config's data, and compute what so many data-parallel
-    ranks read.
+    """Return what a run on ``ranks`` data-parallel ranks finds in its data.
 
-    ConfigError is raised if there is no data, or a start could not list it.
+    Data that a start would refuse is described in the result, too. Raises ConfigError
+    if there is no data, or it cannot be listed.
     """
     data = data_sets(job_config)
     separator = job_config.stream.separator
@@ -113,7 +113,8 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
     except ConfigError as error:
         refused = refused or str(error)
     costs = readings(checked.of_sources, job_config, ranks)
-    warnings += [warning for cost in costs for warning in cost.warnings()]
+    for cost in costs:
+        warnings += cost.warnings()
     return DataCheck(
         formats=dict(Counter(suffix_of(file.name) for file in files)),
         stored=sum(file.size for file in files),

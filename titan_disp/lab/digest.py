@@ -26,7 +26,7 @@ from titan_disp.metric import Metric
 
 @dataclass
 class Digest:
-    """Hold what the loaders handed out, and what reading it cost.
+    """The hashes of the loaders' batches, and what reading them cost.
 
     Attributes:
         hashes: sha256 of each global batch (little-endian int64 [batch, seq_len + 1],
@@ -35,7 +35,7 @@ class Digest:
             follow the earlier ones.
         files_read: number of files that each of these ranks has opened.
         read_amplification: see ``epoch_amplification``.
-        counters: of all ranks together, see ``StreamLoader.counters``.
+        counters: counters of all ranks together, see ``StreamLoader.counters``.
     """
 
     hashes: list[str] = field(default_factory=list)
@@ -66,7 +66,9 @@ def data_digest(options: DigestOptions) -> str:
 def _names_of_ranks(phases: Sequence[tuple[int, int]]) -> list[str]:
     names = []
     for begin, ranks in phases:
-        after = f" after step {begin}" if begin else ""
+        after = ""
+        if begin:
+            after = f" after step {begin}"
         names += [f"rank {rank}{after}" for rank in range(ranks)]
     return names
 
@@ -74,15 +76,17 @@ def _names_of_ranks(phases: Sequence[tuple[int, int]]) -> list[str]:
 def global_batch(
     iterators: Sequence[Any], job_config: JobConfig, batch: int, slots: int
 ) -> torch.Tensor:
-    """Take the next global batch from the loaders of all ranks: [batch, seq_len + 1],
-    rows by round and slot.
+    """Return the next global batch of the loaders of all ranks: int64 [batch,
+    seq_len + 1], rows by round and slot.
 
-    With ``stream.document_mask``, the seq_len segments of a row come before its last
-    token.
+    With ``stream.document_mask``, each row is [inputs, segments, last token], of
+    2 · seq_len + 1 numbers.
     """
     ranks = len(iterators)
     microbatches = batch // ranks // job_config.training.local_batch_size
-    names = ["input", "segments"] if job_config.stream.document_mask else ["input"]
+    names = ["input"]
+    if job_config.stream.document_mask:
+        names.append("segments")
     of_ranks: list[torch.Tensor] = []
     for iterator in iterators:
         rows = []
@@ -96,13 +100,14 @@ def global_batch(
 def digest(
     job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]]
 ) -> Digest:
-    """Hash ``steps`` global batches.
+    """Return the hashes of ``steps`` global batches, and what reading them cost.
 
-    ``phases`` holds the (first step, data-parallel ranks) of each phase.
+    ``phases`` has a pair (steps before the phase, data-parallel ranks) for each phase.
+    From one phase to the next, the positions pass through ``state_dict`` and
+    ``load_state_dict``, as in a resume from a checkpoint.
 
-    Between two phases the positions go through ``state_dict`` and ``load_state_dict``,
-    as through a checkpoint. Raises ConfigError if the batch cannot be divided among the
-    ranks, or the data is bad.
+    Raises ConfigError if the batch cannot be divided among the ranks, or the data is
+    bad.
     """
     t = job_config.training
     if t.global_batch_size < 1 and len({ranks for _, ranks in phases}) > 1:
@@ -152,7 +157,7 @@ def _check_ranks(job_config: JobConfig, ranks: int) -> None:
 
 
 def _resume(loaders: Sequence[StreamLoader], state: dict[str, Any]) -> None:
-    """Let each loader continue at its slots' part of the state, if there is one."""
+    """Load into each loader the positions of its slots, if there is a state."""
     if not state:
         return
     for loader in loaders:
@@ -161,7 +166,7 @@ def _resume(loaders: Sequence[StreamLoader], state: dict[str, Any]) -> None:
 
 
 def _state_of_all(loaders: Sequence[StreamLoader]) -> dict[str, Any]:
-    """Return the fingerprint, and the positions of all slots."""
+    """Return the state of a checkpoint: the fingerprint, and the positions of all slots."""
     states = [loader.state_dict() for loader in loaders]
     positions = torch.cat([state["positions"] for state in states])
     return states[0] | {"positions": positions}
@@ -183,9 +188,9 @@ def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
     """Return the stored bytes that all ranks together read in the first epoch, divided
     by the bytes of all files.
 
-    The ratio is measured if every slot is past the first epoch. Before that, it is
-    computed from the assignment: buffers read more than was asked for, so that a number
-    taken in the middle of small files would mean nothing.
+    The ratio is measured if every slot is past the first epoch, and otherwise computed
+    from the assignment: buffers read ahead, so that a measurement in the middle of
+    small files would mean nothing.
     """
     files = loaders[0].files
     bytes_read: float = 0

@@ -2,11 +2,11 @@
 some of its files.
 
 Each file is downloaded by ``hf_hub_download`` and then checked. ``snapshot_download``
-of huggingface_hub 1.31 to 2.4 does not check: it takes any file of the right name if an
-earlier call wrote it at the same commit, even if it is cut off or damaged. It also
-stops all downloads if one fails, and compares every path of the repository with every
-pattern, which takes minutes for 25,000 files. ``verify_repo_checksums`` hashes all
-files in the folder, also those of other splits, one after another.
+of huggingface_hub 1.31 to 2.4 has three problems. It keeps any file that an earlier
+call wrote at the same commit, even if the file is truncated or damaged. It stops all
+downloads if one fails. It compares every path of the repository with every pattern,
+which takes minutes for 25,000 files. ``verify_repo_checksums`` is slow, too: it hashes
+all files in the folder one after another, including those of other splits.
 """
 
 import json
@@ -34,7 +34,7 @@ from titan_disp.errors import ConfigError, first_line
 from titan_disp.files import in_parallel, progress, sha256_of
 from titan_disp.run.storage import write_json
 
-DOWNLOADS = 3  # of a file that stays missing or damaged
+DOWNLOADS = 3  # attempts for each file
 
 
 def parse_shards(text: str | None) -> list[range] | None:
@@ -63,13 +63,16 @@ def parse_shards(text: str | None) -> list[range] | None:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a split."""
+    """The files of one split of a data set."""
 
     name: HubName
     files: list[HubFile]
 
     def of_shards(self, shards: list[range] | None) -> list[HubFile]:
-        """Return the files with these numbers, or raise ConfigError if there is none."""
+        """Return the files whose numbers are in ``shards``; None stands for all files.
+
+        Raises ConfigError if there is none.
+        """
         if shards is None:
             return self.files
         files = [
@@ -77,34 +80,37 @@ class Listing:
         ]
         if not files:
             numbers = f"0 to {self.files[-1].index}, such as {self.files[0].path}"
-            raise ConfigError(
-                f"--shards names none of the files, which have the numbers {numbers}"
-            )
+            raise ConfigError(f"--shards names no file; expected numbers {numbers}")
         return files
 
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Return a line for each file that is still missing or damaged after mirroring.
+    """Download a data set, and return a line for each file that is still missing or
+    damaged.
 
-    ConfigError is raised if the data set cannot be listed, or ``shards`` is malformed
-    or selects no file.
+    Raises ConfigError if the data set cannot be listed, or ``shards`` is malformed or
+    selects no file.
     """
     check_least(options, workers=1)
     shards = parse_shards(options.shards)
     listings = _listings(options)
     problems = []
     for listing in listings:
-        # They number the training files, which come last, or those of a single split.
+        # --shards numbers the files of the last split, usually the training split.
         files = listing.of_shards(shards if listing is listings[-1] else None)
         of_split = _mirror(options.folder, files, options.workers)
-        if listing.name != C4 and not of_split:  # the names of C4's files say enough
+        # C4 needs no record: the names of its files contain the split and the count.
+        if listing.name != C4 and not of_split:
             _write_record(options.folder, listing, files)
         problems += of_split
     return problems
 
 
 def _listings(options: FetchOptions) -> list[Listing]:
-    """Return the listings of the splits to fetch, with the training files last."""
+    """Return the listings of the splits to fetch, the training split last.
+
+    Raises ConfigError if the data set or the split does not exist.
+    """
     dataset = options.dataset
     splits: list[str] = [options.split]
     if options.split == "both":
@@ -132,7 +138,9 @@ def _listings(options: FetchOptions) -> list[Listing]:
 
 
 def _mirror(folder: Path, files: list[HubFile], workers: int) -> list[str]:
-    """Return a line for each file that is still missing or damaged after mirroring."""
+    """Download ``files``, and return a line for each file that is still missing or
+    damaged.
+    """
     total = sum(file.size for file in files)
     lines = []
     with (
@@ -147,9 +155,10 @@ def _mirror(folder: Path, files: list[HubFile], workers: int) -> list[str]:
 
 
 def _mirror_file(folder: Path, file: HubFile) -> str | None:
-    """Return what is wrong with a file after up to three downloads, or None.
+    """Download a file, and return what is still wrong with it after ``DOWNLOADS``
+    attempts, or None.
 
-    A sound copy is kept, and a damaged one is replaced.
+    A sound copy is kept. A damaged copy is replaced.
     """
     path = folder / file.path
     cause = ""
@@ -168,12 +177,13 @@ def _mirror_file(folder: Path, file: HubFile) -> str | None:
         # huggingface_hub, httpx and the system each raise their own types
         except Exception as error:
             cause = f" ({first_line(error)})"
-    problem = _problem(file, path)
-    return None if problem is None else f"{problem}{cause}"
+    if problem := _problem(file, path):
+        return f"{problem}{cause}"
+    return None
 
 
 def _problem(file: HubFile, path: Path) -> str | None:
-    """Return what is wrong with a copy of a file, or None."""
+    """Return what is wrong with the copy of ``file`` at ``path``, or None."""
     try:
         if not path.is_file():
             return "missing"
@@ -188,14 +198,14 @@ def _problem(file: HubFile, path: Path) -> str | None:
 
 
 def _write_record(folder: Path, listing: Listing, files: list[HubFile]) -> None:
-    """Record the files of a split, with those that earlier commands fetched with other
-    ``shards``.
+    """Write the record of a split: these files, and those that earlier commands fetched
+    with other ``shards``.
     """
     path = record_path(folder, listing.name)
     recorded: set[tuple[str, int]] = set()
     if path.exists():
         recorded = set(map(tuple, json.loads(path.read_text())["files"]))
-    # without those that a former commit had
+    # Files that only an earlier commit had are dropped.
     recorded &= {(file.path, file.size) for file in listing.files}
     recorded |= {(file.path, file.size) for file in files}
     content = {

@@ -1,12 +1,11 @@
-"""``titan-disp data index`` indexes a run's data, and counts documents that come
-twice.
-"""
+"""``titan-disp data index`` indexes a run's data, and counts repeated documents."""
 
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,74 +21,83 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import in_parallel, make_writable, progress
 
-_WORTH = 1 << 31  # bytes from which on processes take less time than their start
+_WORTH = 1 << 31  # bytes; with fewer, starting processes takes longer than it saves
 
 
 def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterator[str]:
-    """Index the local training data of a run and its held-out data, and yield lines
-    about them.
+    """Yield lines about a run's local training and held-out data after indexing them.
 
-    ConfigError is raised if data is missing or on the hub, or if ``out`` is None and
-    there are several sources.
+    Raises ConfigError if data is missing or on the hub, or if ``out`` is None and the
+    training data is not one folder.
     """
     sets = training_sets(job_config)
-    listed = [one.check() for one in sets]
-    training = [file for files in listed for file in files]
-    others = _held_out(job_config)
-    if not all(listed) or any(file.remote for file in [*training, *others]):
+    listed = [data_set.check() for data_set in sets]
+    held_out = _held_out(job_config)
+    all_files = [*chain.from_iterable(listed), *held_out]
+    if not all(listed) or any(file.remote for file in all_files):
         raise ConfigError(
             "data in a store or on the hub cannot be indexed: titan-disp data fetch "
             "copies from the hub"
         )
-    how = stream_options(job_config)
-    if any(file.holds_ids for file in [*training, *others]):
+    options = stream_options(job_config)
+    if any(file.holds_ids for file in all_files):
         tokenizer = load_tokenizer(
             job_config.model.hf_assets_path, job_config.stream.separator
         )
-        how = stream_options(job_config, tokenizer=tokenizer)
+        options = stream_options(job_config, tokenizer=tokenizer)
     training = []
-    for one, files in zip(sets, listed, strict=True):
-        training += check_content(files, how, one.key)
-    others = [replace(file, encoding=encoding_of(file, how)) for file in others]
-    named = "" if how.index == IN_MEMORY else how.index
-    folder = out or Path(named or _beside(sets))
-    found = write_index([*training, *others], folder, how, workers)
+    for data_set, files in zip(sets, listed, strict=True):
+        training += check_content(files, options, data_set.key)
+    held_out = [replace(file, encoding=encoding_of(file, options)) for file in held_out]
+    if out is not None:
+        folder = out
+    elif options.index and options.index != IN_MEMORY:
+        folder = Path(options.index)
+    else:
+        folder = _folder_in_data(sets)
+    indexes = write_index([*training, *held_out], folder, options, workers)
     yield from lines(
-        [found[file.url] for file in training], [found[file.url] for file in others]
+        training=[indexes[file.url] for file in training],
+        held_out=[indexes[file.url] for file in held_out],
     )
-    yield from (
-        f"{url} is damaged: {one.damage}" for url, one in found.items() if one.damage
-    )
+    for url, index in indexes.items():
+        if index.damage:
+            yield f"{url} is damaged: {index.damage}"
     yield f"stream.index = {str(folder)!r}"
 
 
 def _held_out(job_config: JobConfig) -> list[DataFile]:
-    found = []
-    for one in held_out_sets(job_config):
+    """Return the held-out files. Without validation, missing ones are left out."""
+    files = []
+    for data_set in held_out_sets(job_config):
         try:
-            found += one.check()
+            files += data_set.check()
         except ConfigError:
             if job_config.validation.enable:
                 raise
-    return found
+    return files
 
 
-def _beside(sets: Sequence[DataSet]) -> str:
-    (path, *others) = [one.path for one in sets]
-    if others or path is None or not os.path.isdir(path):
+def _folder_in_data(sets: Sequence[DataSet]) -> Path:
+    """Return the folder for the index in the folder of the training data.
+
+    Raises ConfigError if the training data is not one folder.
+    """
+    path = sets[0].path
+    if len(sets) > 1 or path is None or not os.path.isdir(path):
         raise ConfigError(
             "the training data is not one folder: say with --out where to write the "
             "index"
         )
-    return os.path.join(path, FOLDER)
+    return Path(path, FOLDER)
 
 
 def write_index(
     files: Sequence[DataFile], folder: Path, options: StreamOptions, workers: int
 ) -> dict[str, FileIndex]:
-    """Index local files in several processes, the largest first.
+    """Index local files in ``workers`` processes, the largest files first.
 
-    Return what is known of each, by its path.
+    Return the index of each file, by its path. With little data, one thread is used.
     """
     make_writable(folder, "the folder of the index (stream.index or --out)")
     total = sum(file.size for file in files)
@@ -98,29 +106,33 @@ def write_index(
         f.size for f in files if isinstance(current(folder, options, f), str)
     ):
         pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    found = {}
+    indexes = {}
     ordered = sorted(files, key=lambda file: -file.size)
+    index_in_folder = partial(index_file, folder, options)
     with pool, progress("indexing", "B", total=total) as bar:
-        for file, one in in_parallel(
-            pool, partial(index_file, folder, options), ordered
-        ):
-            found[file.url] = one
+        for file, index in in_parallel(pool, index_in_folder, ordered):
+            indexes[file.url] = index
             bar.update(file.size)
-    return found
+    return indexes
 
 
-def lines(training: Sequence[FileIndex], others: Sequence[FileIndex]) -> Iterator[str]:
-    """Count documents, and exact duplicates by their hashes, in training and held-out
-    data.
+def _hashes(indexes: Sequence[FileIndex]) -> np.ndarray:
+    """Return the hashes of all documents as uint64, 0 for documents without text."""
+    return np.concatenate([np.zeros(0, np.uint64), *(i.hashes for i in indexes)])
+
+
+def lines(
+    training: Sequence[FileIndex], held_out: Sequence[FileIndex]
+) -> Iterator[str]:
+    """Yield lines that count documents and exact duplicates, by their hashes, in
+    training and held-out data.
     """
-    hashes, held = (
-        np.concatenate([np.zeros(0, np.uint64), *(f.hashes for f in part)])
-        for part in (training, others)
-    )
+    hashes = _hashes(training)
+    held = _hashes(held_out)
     usable = hashes[hashes > 0]
     held = held[held > 0]
     different = np.unique(usable)
-    text = sum(one.text for one in training)
+    text = sum(index.text for index in training)
     files = counted(len(training), "file")
     yield f"{len(hashes):,} documents, {text:,} bytes of text, in {files}"
     parts = {

@@ -1,8 +1,8 @@
-"""``titan-disp init`` makes a run of a stranger's text: held-out text, a tokenizer, and
-a config for this machine.
+"""``titan-disp init`` prepares a run on the user's text: it writes held-out text, a
+tokenizer, and a config for this machine.
 
-The config gives the reason beside each value. Where it names no source, the value is
-our choice.
+The config has a reason beside each value. If a reason names no source, the value is our
+choice.
 """
 
 import hashlib
@@ -56,27 +56,26 @@ from titan_disp.models.registry import ModelEntry, find_model
 from titan_disp.templates import templates
 from titan_disp.text import byte_size, estimated_duration, short
 
-# bytes or characters of text
-LEAST = 200_000
-READ = 200_000_000
-COPIED = 2_000_000_000
-LEARNED_FROM = 20_000_000
+LEAST = 200_000  # characters of text that a run needs
+READ = 200_000_000  # bytes to read if the text for validation is separate
+COPIED = 2_000_000_000  # bytes of text to split and copy at most
+LEARNED_FROM = 20_000_000  # characters that the tokenizer is trained on
 # Characters of text → size of the tokenizer's vocabulary; on a CPU, at most the second.
 VOCABULARIES = ((5e6, 2048), (20e6, 4096), (100e6, 8192), (math.inf, 16384))
 LEAST_STEPS = 20
-MFU = 0.25  # of a GPU's bf16 peak; assumed, as small models do not fill a GPU
-# Of the FLOP/s of nano in one process on one core, a step's share in as many processes
-# as cores: measured, 8,080 tokens/s of two on two hyperthreads, where one process
-# without optimizer, dispersion and exchange had 8,300.
+MFU = 0.25  # fraction of a GPU's bf16 peak; assumed, as small models do not fill a GPU
+# Speed of a training step per core, with one process per core, relative to forward and
+# backward of nano in a single process. Measured on two hyperthreads: 8,080 tokens/s of
+# two processes together, and 8,300 of a single process without optimizer, dispersion and
+# communication.
 SHARE = 0.5
-# seconds of a GPU's step, at least; assumed, as small models wait for their kernels to
-# be launched
+# Least seconds of a step on a GPU; assumed, as small models wait for kernel launches
 LAUNCHES = 0.1
-# per multiprocessor of a GPU that the plan does not know: an RTX 3090's, the least of
-# its table
+# FLOP/s per multiprocessor of a GPU that the plan does not know: those of an RTX 3090,
+# the lowest in the plan's table
 OTHER_FLOPS = 0.87e12
-# Width, blocks and heads in the shape of nano and Qwen3's 0.6B, between which they lie.
-# Then come the flavors of LARGER, by model.name.
+# (width, blocks, heads) of models between nano and Qwen3's 0.6B, with similar
+# proportions. Larger models are the flavors in LARGER, by model.name.
 BETWEEN = (
     (96, 6, 4),
     (128, 6, 4),
@@ -90,8 +89,8 @@ LARGER = {
     "qwen3_disp": ("0.6B", "1.7B", "4B"),
     "llama_disp": ("SmolLM2-360M", "SmolLM2-1.7B"),
 }
-# Parameters → learning rate: what docs/evidence.md tuned, then GPT-3's (Brown et al.
-# 2020, Table 2.1).
+# (parameters, learning rate): the first was tuned (docs/evidence.md); the others are
+# GPT-3's (Brown et al. 2020, Table 2.1).
 RATES = (
     (1e6, 1.6e-2),
     (125e6, 6e-4),
@@ -112,9 +111,10 @@ class _Hardware:
 
     @property
     def ranks(self) -> int:
-        """One per GPU, or else one per core, up to 4 of 1 GB each.
+        """The number of ranks: one per GPU, or without GPUs one per core, up to 4.
 
-        On nano, ranks are twice as fast as threads (measured).
+        On a CPU, a rank takes 1 GB. For nano, ranks are twice as fast as threads
+        (measured).
         """
         return self.gpus or 2 ** int(math.log2(min(cores(), 4)))
 
@@ -129,10 +129,10 @@ class _Text:
     """The documents of --text."""
 
     path: str
-    training: list[str]  # if ``named``, only the first READ bytes or so
+    training: list[str]  # with ``held_out_files``, only about the first READ bytes
     held_out: list[str]
-    # files held out by name; if there are none, ``held_out`` was chosen here
-    named: list[DataFile]
+    # files that are held out by their names; without any, ``held_out`` was chosen here
+    held_out_files: list[DataFile]
     size: float  # estimated bytes of text in all files
     split: str  # stream.text_split
     seq_len: int
@@ -140,39 +140,44 @@ class _Text:
 
     @cached_property
     def scale(self) -> float:
-        """How many times as much text there is as in ``training``."""
-        if not self.named or self.size <= READ:
+        """The size of all text, as a multiple of ``training``."""
+        if not self.held_out_files or self.size <= READ:
             return 1.0
         return self.size / sum(len(document.encode()) for document in self.training)
 
     @cached_property
     def characters(self) -> float:
+        """The estimated number of characters of all text for training."""
         return self.scale * sum(map(len, self.training))
 
 
 @dataclass(frozen=True)
 class _Tokens:
+    """The tokenizer's vocabulary, and the text in tokens."""
+
     vocab_size: int
-    per_token: float  # characters
-    training: float  # estimated tokens of text for training
-    held_out: int
+    per_token: float  # characters per token
+    training: float  # estimated number of tokens for training
+    held_out: int  # number of held-out tokens
 
     def __str__(self) -> str:
         return f"{self.vocab_size:,} tokens of {self.per_token:.1f} characters"
 
 
 def init(options: InitOptions) -> str:
-    """Write a run's folder.
+    """Write the folder of a run, and return a summary with the commands to type.
 
-    Return what was found and the commands to type. Raises ConfigError.
+    Raises ConfigError if the text or the options cannot be used.
     """
     folder = options.folder.absolute()
-    path = options.text if is_url(options.text) else os.path.abspath(options.text)
+    path = options.text
+    if not is_url(path):
+        path = os.path.abspath(path)
     _check(options, folder, path)
     hardware = _find_hardware()
     text = _find_text(options, path, hardware.gpus)
     with atomic_folder(folder) as partial:
-        if not text.named:
+        if not text.held_out_files:
             _write_documents(text, partial / "data")
             ledger.write(partial / "data/train", text.ledger)
         if not options.tokenizer:
@@ -181,8 +186,16 @@ def init(options: InitOptions) -> str:
             (partial / "tokenizer/tokenizer.model").write_bytes(model)
         tokens = _count_tokens(text, options.tokenizer or partial / "tokenizer")
         entry = find_model(options.model)
-        size = _sized(entry, tokens, text.seq_len, hardware, options.minutes)
-        run = _Run(options, text, tokens, hardware, size)
+        size = _sized(
+            entry=entry,
+            tokens=tokens,
+            seq_len=text.seq_len,
+            hardware=hardware,
+            minutes=options.minutes,
+        )
+        run = _Run(
+            options=options, text=text, tokens=tokens, hardware=hardware, size=size
+        )
         config = partial / "config.toml"
         config.write_text(run.config(partial))
         job_config = load_config(["--job.config_file", str(config)])
@@ -191,12 +204,15 @@ def init(options: InitOptions) -> str:
         if hardware.gpus:
             fitting = _fitting_batch(job_config, hardware.machine)
             run = replace(run, size=replace(size, local_batch_size=fitting))
-        config.write_text(run.config(folder))  # ``partial`` gets this name
+        config.write_text(run.config(folder))  # ``partial`` is renamed to ``folder``
     return run.summary()
 
 
 def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
-    """Read --text, check it, and hold some of it out."""
+    """Return the text of --text, split into text for training and held-out text.
+
+    Raises ConfigError if the text cannot be used.
+    """
     listing = listing_of("text", path, path_key="--text")
     files = listing.files
     if files[0].holds_ids:
@@ -205,13 +221,15 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
             "ids, write a config with their tokenizer (model.hf_assets_path) and "
             "stream.token_dtype: docs/data.md#token-ids"
         )
-    # A few .txt files, or long ones, are not documents but hold some.
+    # A .txt file is a document, unless there are few or long ones, which hold several.
     is_plain = all(file.name.endswith(PLAIN_TEXT) for file in files)
     is_long = (
         len(files) < 100
         or max(file.size for file in files) > StreamOptions.max_document_bytes
     )
-    split = "blank_lines" if is_plain and is_long else "file"
+    split = "file"
+    if is_plain and is_long:
+        split = "blank_lines"
     allowed = StreamOptions.max_skipped_fraction
     if options.allow_loss:
         allowed = 1.0
@@ -222,14 +240,14 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
     try:
         files = measured(check_content(files, stream, "training"), stream)
         size = sum(file.size * file.density for file in files)
-        # Of little text, little can be held out: sequences are then short.
+        # Sequences are short for little text, because only little can be held out.
         if not gpus or size < 1e7:
             seq_len = 256
         elif size < 1e9:
             seq_len = 1024
         else:
             seq_len = 2048
-        training, held_out, named = _split(
+        training, held_out, held_out_files = _split(
             path, files, stream, size, wanted=64 * seq_len * 5, entries=entries
         )
     except ConfigError as error:
@@ -242,7 +260,7 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
         path,
         training,
         held_out,
-        named,
+        held_out_files,
         size=size,
         split=split,
         seq_len=seq_len,
@@ -251,6 +269,7 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
 
 
 def _write_documents(text: _Text, folder: Path) -> None:
+    """Write held-out documents, and those for training into eight files."""
     (folder / "train").mkdir(parents=True)
     parts = {f"train/train-{i}": text.training[i::8] for i in range(8)}
     for name, documents in {"validation": text.held_out, **parts}.items():
@@ -289,7 +308,9 @@ def _check(options: InitOptions, folder: Path, text: str) -> None:
 
 
 def _find_hardware() -> _Hardware:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = 0
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
     machine = Machine(1, max(gpus, 1), mfu=MFU)
     try:
         return _Hardware(gpus, find_machine(machine))
@@ -310,10 +331,10 @@ def _read(
     most: float,
     entries: list[Entry],
 ) -> dict[bytes, str]:
-    """Return documents of up to about ``most`` bytes, each text once, by their hashes.
+    """Return different documents of up to about ``most`` bytes in total, by their hashes.
 
-    What becomes of each file is added to ``entries``. Of files that are not read, all
-    is used.
+    The used, skipped and left-out bytes of each file are added to ``entries``. Files
+    that are not read count as used.
     """
     texts = dict[bytes, str]()
     read = 0
@@ -336,13 +357,17 @@ def _read(
                 content = text.encode()
                 read += len(content)
                 key = hashlib.sha256(content).digest()
-                part = (LEFT_OUT, "the same text again") if key in texts else used
-                parts[part] += len(content)
+                if key in texts:
+                    parts[LEFT_OUT, "the same text again"] += len(content)
+                else:
+                    parts[used] += len(content)
                 texts[key] = text
         except OtherContent as error:
             parts[SKIPPED, str(error)] += file.size
         except DamagedFile as error:
-            rest = file.size - documents.stored.tell() if documents.stored else 0
+            rest = 0
+            if documents.stored:
+                rest = file.size - documents.stored.tell()
             parts[SKIPPED, f"damaged: {error}"] += max(1, rest)
         finally:
             documents.close()
@@ -358,87 +383,94 @@ def _split(
     wanted: int,
     entries: list[Entry],
 ) -> tuple[list[str], list[str], list[DataFile]]:
-    """Return texts for training, held-out texts, and the files that training leaves out
-    by itself.
+    """Return texts for training, held-out texts, and files that are held out by their
+    names.
 
-    If there are none, all are returned, and of at least ``wanted`` characters, if these
-    are at most 5 %, are held out.
+    If there are no such files, all texts are read, and about ``wanted`` characters are
+    held out, but at least 1 % and at most 5 % of the text. Raises ConfigError if the text
+    is too short, too large or damaged.
     """
-    named: list[DataFile] = []
+    held_out_files: list[DataFile] = []
     if is_folder(path):
         with suppress(ConfigError):
-            named = list_files("text_validation", path, path_key="--text")
-    if not named and size > COPIED:
+            held_out_files = list_files("text_validation", path, path_key="--text")
+    if not held_out_files and size > COPIED:
         raise ConfigError(
             f"--text holds about {byte_size(size, 2)} of text, more than is split "
             f"here ({byte_size(COPIED)}), and no name says what is held out: put "
             "validation into the name of a file in a folder, or put some documents "
             "into such a file"
         )
-    some = random.Random(0).sample(files, len(files))  # files may be sorted
-    found = _read(some, options, READ if named else math.inf, entries)
+    most_bytes = math.inf
+    if held_out_files:
+        most_bytes = READ
+    shuffled = random.Random(0).sample(files, len(files))  # files may be sorted
+    texts = _read(shuffled, options, most_bytes, entries)
     if ledger.lost(entries) > options.max_skipped_fraction:
         skipped = [entry for entry in entries if entry.fate == SKIPPED]
         raise ConfigError(
             f"--text is {path!r}: {ledger.lost(entries):.1%} of its bytes cannot be "
             f"used: {'; '.join(ledger.lines(skipped))}. To go on without, --allow-loss"
         )
-    total = sum(map(len, found.values()))
+    total = sum(map(len, texts.values()))
     if total < LEAST:
         raise ConfigError(
             f"--text is {path!r}, which holds {total:,} characters; expected at least "
             f"{LEAST:,}"
         )
-    if named:
-        held_out = list(_read(named, options, wanted, entries=[]).values())
-        return list(found.values()), held_out, named
+    if held_out_files:
+        held_out = list(_read(held_out_files, options, wanted, entries=[]).values())
+        return list(texts.values()), held_out, held_out_files
     held_out = []
     held = 0
     most = total // 20
     target = min(max(total // 100, wanted), most)
-    for key in sorted(found):  # a random order, which is always the same
-        if held < target and held + len(found[key]) <= most:
-            held_out.append(found.pop(key))
+    for key in sorted(texts):  # hashes give a random but reproducible order
+        if held < target and held + len(texts[key]) <= most:
+            held_out.append(texts.pop(key))
             held += len(held_out[-1])
     if held < target / 2:
         raise ConfigError(
-            f"--text holds {counted(len(found), 'document')} so long that at most 5 % of the text cannot be held out; expected "
+            f"--text holds {counted(len(texts), 'document')} so long that at most 5 % of the text cannot be held out; expected "
             "shorter ones. In a .txt file, blank lines divide them. If each line is one: jq -R '{text: .}' FILE > FILE.jsonl"
         )
-    return list(found.values()), held_out, []
+    return list(texts.values()), held_out, []
 
 
 def _tokenizer(texts: Sequence[str], characters: float, gpu: bool) -> bytes:
-    """Train a SentencePiece model, of the size of the table, or as the text and its
-    alphabet allow.
+    """Return a SentencePiece model whose size is from ``VOCABULARIES``, or the nearest
+    size that the text allows.
+
+    Raises ConfigError if no tokenizer can be trained.
     """
     size = next(size for most, size in VOCABULARIES if characters < most)
-    # Larger embeddings would be most of a small model
-    size = size if gpu else min(size, VOCABULARIES[1][1])
-    every = math.ceil(sum(map(len, texts)) / LEARNED_FROM)
+    if not gpu:  # larger embeddings would dominate the small models of a CPU
+        size = min(size, VOCABULARIES[1][1])
+    stride = math.ceil(sum(map(len, texts)) / LEARNED_FROM)
     why = ""
     for _ in range(8):
         try:
             return train_tokenizer(
-                texts[::every],
+                texts[::stride],
                 size,
                 character_coverage=0.9995,
                 max_sentence_length=1 << 20,
             )
         except RuntimeError as error:
             why = str(error)
-            too_large = re.search(r"value <= (\d+)", why)
-            # Too small for an alphabet of thousands
-            size = int(too_large[1]) if too_large else 2 * size
+            if too_large := re.search(r"value <= (\d+)", why):
+                size = int(too_large[1])
+            else:  # too small for an alphabet of thousands of characters
+                size *= 2
     raise ConfigError(
         f"no tokenizer can be trained on this text ({why}): name one with --tokenizer"
     )
 
 
 def _cpu_flops(entry: ModelEntry, vocab_size: int, seq_len: int) -> float:
-    """Measure FLOP/s of nano, forward and backward, on one core."""
-    own: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
-    args: Any = replace(entry.flavors["nano"], **own)
+    """Return the measured FLOP/s of nano's forward and backward on one core."""
+    changes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": seq_len}
+    args: Any = replace(entry.flavors["nano"], **changes)
     model = entry.model_cls(args)
     tokens = torch.arange(4 * seq_len).view(4, -1) % vocab_size
     model.init_weights()
@@ -461,13 +493,13 @@ def _cpu_flops(entry: ModelEntry, vocab_size: int, seq_len: int) -> float:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model's size, and how many tokens it can be trained on."""
+    """The size of a model, and the number of tokens that it can be trained on."""
 
     flavor: str
     overrides: dict[str, Any]
     parameters: int
     flops: int  # per token, forward and backward
-    limits: dict[str, float]  # reason → tokens
+    limits: dict[str, float]  # limits of the number of tokens, by their reasons
 
     @property
     def tokens(self) -> float:
@@ -483,10 +515,10 @@ def _largest_model(
     speed: float,
     memory: float,
 ) -> _Model:
-    """Return the largest model that can have 20 tokens per parameter and fits, or else
-    the smallest.
+    """Return the largest model that fits into memory and can be trained on 20 tokens per
+    parameter, or else the smallest model.
 
-    ``speed`` is in FLOP/s, and ``memory`` is that of all GPUs in bytes.
+    ``speed`` is in FLOP/s. ``memory`` is the total of all GPUs in bytes.
     """
     chosen: _Model | None = None
     sizes: list[tuple[str, tuple[int, ...]]] = [("nano", ())]
@@ -542,7 +574,9 @@ class _Size:
 
     @property
     def warmup_steps(self) -> int:
-        return self.steps // (5 if self.model.parameters < 1e7 else 20)
+        if self.model.parameters < 1e7:
+            return self.steps // 5
+        return self.steps // 20
 
     @property
     def limit(self) -> str:
@@ -561,47 +595,58 @@ def _sized(
 ) -> _Size:
     """Return the largest model that text and time allow, and how to train it.
 
-    ``minutes`` are 240 on GPUs and 4 on CPUs if they are None.
+    ``minutes`` of None stands for 240 on GPUs and 4 on CPUs.
     """
     gpus = hardware.gpus
     ranks = hardware.ranks
     gpu = find_gpu(hardware.machine)
     if gpus:
         speed = gpus * MFU * gpu.bf16_flops
+        default_minutes = 240
     else:
         speed = ranks * SHARE * _cpu_flops(entry, tokens.vocab_size, seq_len)
+        default_minutes = 4
     model = _largest_model(
         entry=entry,
         text_tokens=tokens.training,
         vocab_size=tokens.vocab_size,
         seq_len=seq_len,
-        minutes=minutes or (240 if gpus else 4),
+        minutes=minutes or default_minutes,
         speed=speed,
         memory=max(gpus, 1) * gpu.memory,
     )
     sequences = min(max(model.tokens / 2000 / seq_len, 16), 2**19 / seq_len)
-    # A rank's share can be halved until it fits.
+    # A power of 2 per rank, so that the local batch can be halved until it fits
     batch = ranks * 2 ** int(math.log2(max(sequences / ranks, 1)))
     if batch < 16:
         batch *= 2
     steps = 4 * round(model.tokens / (4 * batch * seq_len))
     steps = max(LEAST_STEPS, steps)
     trained = steps * batch * seq_len
+    seconds = trained * model.flops / speed
+    local_batch_size = batch // ranks
+    if gpus:
+        seconds = max(seconds, steps * LAUNCHES)
+    else:
+        local_batch_size = min(local_batch_size, 16)
     lr = math.exp(np.interp(math.log(model.parameters), *np.log(RATES).T))
     return _Size(
         model=model,
         lr=float(f"{lr:.2g}"),
-        local_batch_size=batch // ranks if gpus else min(batch // ranks, 16),
+        local_batch_size=local_batch_size,
         global_batch_size=batch,
         steps=steps,
         tokens=trained,
         epochs=trained / tokens.training,
-        seconds=max(trained * model.flops / speed, steps * LAUNCHES if gpus else 0),
+        seconds=seconds,
     )
 
 
 def _fitting_batch(job_config: JobConfig, machine: Machine) -> int:
-    """Return the local batch size, halved until the plan fits into a GPU's memory."""
+    """Return the local batch size, halved until the run fits into a GPU's memory.
+
+    Raises ConfigError if it cannot be halved further.
+    """
     training = job_config.training
     memory = FILLED * find_gpu(machine).memory
     while predict(job_config, meta_model(job_config), machine).memory.total > memory:
@@ -616,7 +661,7 @@ def _fitting_batch(job_config: JobConfig, machine: Machine) -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """What was found, and what follows from it."""
+    """The text, the machine and the model of a run, and the files that describe it."""
 
     options: InitOptions
     text: _Text
@@ -626,14 +671,16 @@ class _Run:
 
     @property
     def description(self) -> str:
-        """Of the model, for people."""
+        """The size of the model and its machine, as text."""
         return f"{short(self.size.model.parameters, 3)} parameters, for {self.hardware}"
 
     @property
     def length(self) -> str:
-        """Of the run, for people."""
+        """The length of the run, as text."""
         size = self.size
-        speed = "an assumed" if self.hardware.gpus else "the measured"
+        speed = "the measured"
+        if self.hardware.gpus:
+            speed = "an assumed"
         return (
             f"{short(size.tokens, 3)} tokens, "
             f"{size.tokens / size.model.parameters:.1f} per parameter, "
@@ -642,11 +689,14 @@ class _Run:
         )
 
     def config(self, root: Path) -> str:
-        """Return config.toml, if the run's folder is ``root``."""
+        """Return the text of config.toml for a run in the folder ``root``.
+
+        Raises ConfigError if there is too little held-out text.
+        """
         text = self.text
         train = validation = text.path
-        if not text.named:
-            # Not a glob: the folder's name may contain a [
+        if not text.held_out_files:
+            # Paths rather than globs, because the folder's name may contain a "["
             train = str(root / "data/train")
             validation = str(root / "data/validation.jsonl.gz")
         assets = root / "tokenizer"
@@ -675,8 +725,8 @@ class _Run:
         )
 
     def summary(self) -> str:
-        """Return what was found and the commands to type."""
-        names = [file.name for file in self.text.named]
+        """Return a description of the run, and the commands to type."""
+        names = [file.name for file in self.text.held_out_files]
         cards = templates(__file__, counted=counted, short=short)
         return cards.get_template("init.txt.j2").render(
             run=self,

@@ -1,8 +1,8 @@
-"""Summaries of condensation are drawn by layer, over training, and against the size of
-a model or its distillation.
+"""Draws measurements of condensation by layer, over training, by the size of the model,
+and for pairs of models.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 from textwrap import fill
@@ -31,14 +31,14 @@ from titan_disp.text import number, short
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
-# The paper's two measures are rank correlations with depth, of the blocks, with the
-# last layer after the final norm.
+# The paper's two measures: rank correlations of the mean cosine with depth, over the
+# blocks, with the last block after the final norm
 MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
 UNDEFINED = "– (mean cosines are equal)"
-COLUMNS = 3  # of panels
+COLUMNS = 3  # panels side by side
 FORMATS = ("png", "svg", "pdf")
-# Okabe & Ito's colours, which colour-blind readers can distinguish, without yellow,
-# which is faint on white.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish. Yellow is left
+# out, because it is faint on white.
 OKABE_ITO = (
     "#0072B2",
     "#D55E00",
@@ -53,7 +53,10 @@ LINES = ("-", "--", "-.", ":")
 
 
 def picture_formats(words: Sequence[str]) -> list[str]:
-    """Return the formats that --format names, in one word or several."""
+    """Return the formats that --format names, in one word or several words.
+
+    Raises ConfigError for an unknown format.
+    """
     formats = ",".join(words).split(",")
     for name in formats:
         if name not in FORMATS:
@@ -63,34 +66,35 @@ def picture_formats(words: Sequence[str]) -> list[str]:
     return formats
 
 
-def averaged(found: Measurement) -> Measurement:
-    """Return the measurement with the paper's histogram in place of the pooled one, for
-    any heatmap.
+def averaged(measurement: Measurement) -> Measurement:
+    """Return the measurement with the paper's histogram, of cosines averaged over
+    sequences, in place of the pooled histogram.
     """
-    assert found.averaged_histogram is not None
-    # An averaged cosine of S sequences is that of S vectors one after another, with S
-    # times the features.
+    assert measurement.averaged_histogram is not None
+    # The average of S cosines behaves like a single cosine of vectors with S times the
+    # features.
     return replace(
-        found,
-        histogram=found.averaged_histogram,
-        features=found.features * found.sequences,
+        measurement,
+        histogram=measurement.averaged_histogram,
+        features=measurement.features * measurement.sequences,
     )
 
 
-def side_by_side(found: Mapping[str, Measurement], title: str) -> Figure:
-    """Draw heatmaps of several measurements by name.
+def side_by_side(measurements: Mapping[str, Measurement], title: str) -> Figure:
+    """Return a figure with the heatmap of each measurement under its name.
 
-    ``title`` says what all of them show.
+    ``title`` says what all heatmaps show.
     """
-    items = iter(found.items())
+    items = iter(measurements.items())
     return heatmaps(
         list(iter(lambda: dict(islice(items, COLUMNS)), {})), title, dashed="untrained"
     )
 
 
 def styles() -> Iterator[dict[str, Any]]:
-    """Yield line styles that differ in colour, marker and dashes, so that up to eight
-    lines need no colour.
+    """Yield line styles that differ in colour, marker and dashes.
+
+    The first eight can be distinguished without colours.
     """
     for color, marker, line in zip(
         cycle(OKABE_ITO), cycle(MARKERS), cycle(LINES), strict=False
@@ -98,48 +102,56 @@ def styles() -> Iterator[dict[str, Any]]:
         yield {"color": color, "marker": marker, "linestyle": line}
 
 
-def mean_cosine_by_layer(found: Mapping[str, Measurement]) -> Figure:
-    """Draw one line for each measurement, over its layers, or over relative depth if
-    the models differ in depth.
+def _legend_columns(names: Iterable[str]) -> int:
+    """Return the columns of a legend below a figure: one if a name is long, else two."""
+    if max(map(len, names)) > 36:
+        return 1
+    return 2
+
+
+def mean_cosine_by_layer(measurements: Mapping[str, Measurement]) -> Figure:
+    """Return a figure with a line for each measurement, over its layers, or over
+    relative depth if the models differ in depth.
     """
-    figure = new_figure(8, 4 + 0.22 * len(found))
+    figure = new_figure(8, 4 + 0.22 * len(measurements))
     axes = figure.subplots()
-    relative = len({one.last_block for one in found.values()}) > 1
-    for (name, one), style in zip(found.items(), styles(), strict=False):
-        depth = np.arange(len(one.mean_cosine))
-        last = one.last_block
+    relative = len({m.last_block for m in measurements.values()}) > 1
+    for (name, measurement), style in zip(measurements.items(), styles(), strict=False):
+        mean = measurement.mean_cosine
+        depth = np.arange(len(mean))
+        last = measurement.last_block
         if relative:
             depth = np.where(depth <= last, depth / last, 1 + 0.05 * (depth - last))
-        axes.plot(depth, one.mean_cosine, label=plain(name), markersize=5, **style)
+        axes.plot(depth, mean, label=plain(name), markersize=5, **style)
     if relative:
-        logits = ", logits" * one.logits
+        logits = ", logits" * measurement.logits
         axes.set_xlabel(
             f"relative depth (0: embedding, 1: last block, beyond: final norm{logits})",
             fontsize=11,
         )
     else:
-        axes.set_xlabel(layer_label(list(found.values())), fontsize=11)
+        axes.set_xlabel(layer_label(list(measurements.values())), fontsize=11)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(MEAN_COSINE, fontsize=11)
     axes.grid(alpha=0.3)
-    figure.legend(
-        loc="outside lower center", ncols=1 if max(map(len, found)) > 36 else 2
-    )
+    figure.legend(loc="outside lower center", ncols=_legend_columns(measurements))
     return figure
 
 
-def depth_bars(found: Mapping[str, Measurement]) -> Figure:
-    """Draw Spearman's ρ and Kendall's τ of the mean cosine with depth, which are 1 if
-    it grows with every layer.
+def depth_bars(measurements: Mapping[str, Measurement]) -> Figure:
+    """Return a figure with bars for Spearman's ρ and Kendall's τ of the mean cosine with
+    depth.
+
+    Both are 1 if the mean cosine grows with each layer.
     """
-    figure = new_figure(8, 1.5 + 0.55 * len(found))
+    figure = new_figure(8, 1.5 + 0.55 * len(measurements))
     axes = figure.subplots()
-    place = np.arange(len(found))
+    place = np.arange(len(measurements))
     looks = zip(OKABE_ITO, ("", "//"), (-0.19, 0.19), strict=False)
     for (label, measure), (color, hatch, offset) in zip(
         MEASURES.items(), looks, strict=True
     ):
-        values = [measure(one) for one in found.values()]
+        values = list(map(measure, measurements.values()))
         bars = axes.barh(
             place + offset,
             np.nan_to_num(values),
@@ -152,14 +164,11 @@ def depth_bars(found: Mapping[str, Measurement]) -> Figure:
         axes.bar_label(
             bars, [UNDEFINED if np.isnan(v) else f"{v:+.2f}" for v in values], padding=4
         )
-    ranges = [one.over_depth[OF_PAPER].range for one in found.values()]
-    axes.set_yticks(
-        place,
-        [
-            f"{plain(fill(name, 34))}\nrange {number(value_range, 2)}"
-            for name, value_range in zip(found, ranges, strict=True)
-        ],
-    )
+    labels = []
+    for name, measurement in measurements.items():
+        value_range = number(measurement.over_depth[OF_PAPER].range, 2)
+        labels.append(f"{plain(fill(name, 34))}\nrange {value_range}")
+    axes.set_yticks(place, labels)
     axes.invert_yaxis()
     axes.set_xlim(-1.25, 1.25)
     axes.set_xticks([-1, -0.5, 0, 0.5, 1])
@@ -176,11 +185,11 @@ def depth_bars(found: Mapping[str, Measurement]) -> Figure:
 def over_training(
     runs: Mapping[str, Mapping[int, Measurement] | Mapping[str, Measurement]],
 ) -> Figure:
-    """Draw the mean cosine by layer at several steps: a panel for each run, a line for
-    each step.
+    """Return a figure of the mean cosine by layer, with a panel for each run and a line
+    for each step.
 
-    Lines of the same step have the same colour. Steps are numbers, or names of
-    revisions, which keep their order.
+    Lines of the same step have the same colour. A step is a number, or the name of a
+    revision. Revisions keep their order.
     """
     columns = min(COLUMNS, len(runs))
     rows = -(-len(runs) // columns)
@@ -197,9 +206,11 @@ def over_training(
     )
     lines: dict[Any, Any] = {}
     for axes, (name, by_step) in zip(grid.flat, runs.items(), strict=False):
-        for (step, one), marker in zip(by_step.items(), cycle(MARKERS), strict=False):
+        for (step, measurement), marker in zip(
+            by_step.items(), cycle(MARKERS), strict=False
+        ):
             (lines[step],) = axes.plot(
-                one.mean_cosine, color=colors[step], marker=marker, markersize=4
+                measurement.mean_cosine, color=colors[step], marker=marker, markersize=4
             )
         axes.set_title(plain(fill(name, 34)), fontsize=11)
         axes.set_xlabel(layer_label(list(by_step.values()), gap="\n"), fontsize=11)
@@ -207,8 +218,14 @@ def over_training(
         axes.grid(alpha=0.3)
     for axes in grid[:, 0]:
         axes.set_ylabel(MEAN_COSINE, fontsize=11)
-    names = [f"{step:,}" if isinstance(step, int) else plain(step) for step in steps]
-    title = "step" if all(isinstance(step, int) for step in steps) else "revision"
+    title = "step"
+    names = []
+    for step in steps:
+        if isinstance(step, int):
+            names.append(f"{step:,}")
+        else:
+            names.append(plain(step))
+            title = "revision"
     figure.legend(
         [lines[step] for step in steps], names, title=title, loc="outside right center"
     )
@@ -218,11 +235,11 @@ def over_training(
 def some_steps(
     runs: Mapping[str, Mapping[int, Measurement]],
 ) -> dict[str, dict[int, Measurement]]:
-    """Return some measurements of each run by step, for ``over_training``, whose lines
-    can then be told apart.
+    """Return measurements at a few steps, so that the lines of ``over_training`` can be
+    distinguished.
 
-    They are those at a few of the steps of all runs, which include the first one, and
-    the most condensed and the last one of each run.
+    The steps are the same for all runs: the first one, the most condensed and the last
+    one of each run, and some between them.
     """
     steps = set().union(*runs.values())
     highest = set(map(most_condensed, runs.values()))
@@ -239,8 +256,10 @@ def some_steps(
 def heatmap_panels(
     name: str, by_step: Mapping[int, Measurement]
 ) -> dict[str, Measurement]:
-    """Return the first, the most condensed and the last measurement by title. They also
-    have the mean cosines before training, if they were measured, for a dashed line.
+    """Return the first, the most condensed and the last measurement of a run by title.
+
+    If step 0 was measured, they have its mean cosines as ``untrained_mean_cosine``,
+    which heatmaps draw as a dashed line.
     """
     untrained = None
     if 0 in by_step:
@@ -257,8 +276,10 @@ def heatmap_panels(
 def draw_layer_map(
     axes: Axes, by_step: Mapping[Any, Measurement], title: str, end: float
 ) -> QuadMesh:
-    """Draw at least two measurements' mean cosines by layer, up to the run's last step
-    ``end``, in one colour scale. ``by_step`` may be by tokens as well.
+    """Draw a map of mean cosines by layer and step into ``axes``, and return the mesh.
+
+    There are at least two measurements. The x axis ends at ``end``, the run's last step.
+    Tokens may be used in place of steps.
     """
     measurements = list(by_step.values())
     values = np.array([measurement.mean_cosine for measurement in measurements]).T
@@ -277,22 +298,23 @@ def draw_layer_map(
 def add_cosine_scale(
     figure: Figure, mesh: QuadMesh, by_step: Mapping[int, Measurement]
 ) -> None:
-    """Add the bar of colours of layer maps."""
+    """Add the colour bar of layer maps to a figure."""
     tokens = next(iter(by_step.values())).tokens
     label = f"{MEAN_COSINE} (of random vectors: {1 / tokens:.2g})"
     figure.colorbar(mesh, ax=figure.axes, label=label)
 
 
 def size(parameters: float) -> str:
-    """Return a large number in three digits, as in names of models: ``427k``, ``124M``,
+    """Return a number of parameters as text in three digits, such as ``427k`` or
     ``1.72B``.
     """
     return short(parameters, 3).replace(" ", "")
 
 
 def _explain_if_empty(axes: Axes) -> None:
-    """Write into a panel whose lines have no point why it has none."""
-    values = [line.get_ydata() for line in axes.get_lines()[1:]]  # the first is 0
+    """Write an explanation into a panel whose lines have no points."""
+    # The first line is the zero line of the axis.
+    values = [line.get_ydata() for line in axes.get_lines()[1:]]
     if not np.isfinite(np.concatenate(values).astype(float)).any():
         reason = "nothing to draw: the mean cosines\nof all layers are equal"
         axes.text(0.5, 0.75, reason, ha="center", transform=axes.transAxes)
@@ -306,16 +328,17 @@ def _correlation_axis(axes: Axes, label: str) -> None:
 
 
 def by_size(families: Mapping[str, Mapping[str, tuple[int, Measurement]]]) -> Figure:
-    """Draw ρ and τ against the number of parameters, which stands beside a measurement.
+    """Return a figure of ρ and τ against the number of parameters, with a line for each
+    family.
 
-    Each family is a line.
+    ``families`` has (parameters, measurement) by family and by the name of the model.
     """
     figure = new_figure(9, 4.6 + 0.22 * -(-sum(map(len, families.values())) // 2))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
     for axes, label in zip(grid, MEASURES, strict=True):
         _correlation_axis(axes, label)
         axes.set_xscale("log")
-        # all sizes may lie within one power of ten
+        # Ticks also at 2 and 5, because all sizes may lie within a power of ten.
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(x)))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -325,22 +348,13 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Measurement]]]) -> Fi
     for (family, members), style in zip(families.items(), styles(), strict=False):
         ordered = sorted(members.items(), key=lambda member: member[1][0])
         parameters = [n for _, (n, _) in ordered]
+        measurements = [measurement for _, (_, measurement) in ordered]
         for axes, measure in zip(grid, MEASURES.values(), strict=True):
-            (line,) = axes.plot(
-                parameters,
-                [measure(one) for _, (_, one) in ordered],
-                markersize=6,
-                **style,
-            )
+            values = list(map(measure, measurements))
+            (line,) = axes.plot(parameters, values, markersize=6, **style)
         lines.append(line)
-        names.append(
-            plain(
-                _broken(
-                    f"{family}: {', '.join(f'{name} {size(n)}' for name, (n, _) in ordered)}",
-                    100,
-                )
-            )
-        )
+        models = ", ".join(f"{name} {size(n)}" for name, (n, _) in ordered)
+        names.append(plain(_broken(f"{family}: {models}", 100)))
     for axes in grid:
         _explain_if_empty(axes)
     figure.legend(lines, names, loc="outside lower center")
@@ -348,31 +362,33 @@ def by_size(families: Mapping[str, Mapping[str, tuple[int, Measurement]]]) -> Fi
 
 
 def _broken(text: str, width: int) -> str:
-    """Break text into lines of about this many characters, after commas only, so that
-    names stay whole.
+    """Return text broken into lines of about ``width`` characters, only after commas, so
+    that names stay whole.
     """
-    lines = [""]
-    for part in text.split(", "):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += f", {part}" if lines[-1] else part
+    first, *rest = text.split(", ")
+    lines = [first]
+    for part in rest:
+        if len(lines[-1]) + len(part) > width:
+            lines.append(part)
+        else:
+            lines[-1] += f", {part}"
     return ",\n    ".join(lines)
 
 
 def pairs(
-    found: Sequence[tuple[tuple[str, Measurement], tuple[str, Measurement]]],
+    models: Sequence[tuple[tuple[str, Measurement], tuple[str, Measurement]]],
 ) -> Figure:
-    """Draw ρ and τ of each model and of one made from it, such as a distilled one.
+    """Return a figure of ρ and τ of pairs: a base model, and a model made from it, such
+    as by distillation.
 
-    Each pair is a row.
+    Each pair is a row. ``models`` has (name, measurement) of both models of each pair.
     """
-    figure = new_figure(9, 1.9 + 0.6 * len(found))
+    figure = new_figure(9, 1.9 + 0.6 * len(models))
     grid = figure.subplots(1, len(MEASURES), sharex=True, sharey=True)
-    rows = np.arange(len(found))
+    rows = np.arange(len(models))
     for axes, (label, measure) in zip(grid, MEASURES.items(), strict=True):
-        first, second = (
-            np.array([measure(pair[i][1]) for pair in found]) for i in (0, 1)
-        )
+        first = [measure(measurement) for (_, measurement), _ in models]
+        second = [measure(measurement) for _, (_, measurement) in models]
         axes.hlines(rows, first, second, color="0.6", linewidth=2)
         axes.plot(
             first,
@@ -394,9 +410,9 @@ def pairs(
         axes.axvline(0, color="black", linewidth=0.6)
         axes.set_title(f"{label}\nof the mean cosine with depth", fontsize=10.5)
         axes.grid(axis="x", alpha=0.3)
-    labels = [plain(f"{base}\n→ {other}") for (base, _), (other, _) in found]
+    labels = [plain(f"{base}\n→ {other}") for (base, _), (other, _) in models]
     grid[0].set_yticks(rows, labels)
-    grid[0].set_ylim(len(found) - 0.5, -0.5)
+    grid[0].set_ylim(len(models) - 0.5, -0.5)
     figure.legend(
         *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=2
     )
@@ -404,15 +420,17 @@ def pairs(
 
 
 def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
-    """Draw the mean cosine (of all blocks, and of the last one), ρ and τ against the
-    step, a line for each run.
+    """Return a figure of the mean cosine (over all blocks, and of the last block), ρ and
+    τ against the step, with a line for each run.
 
-    The axis is logarithmic if the steps span more than a factor of 100, as those of
+    The x axis is logarithmic if the steps span more than a factor of 100, as those of
     published checkpoints do.
     """
     panels: dict[str, Callable[[Measurement], float]] = {
         "mean over all blocks": blocks_mean,
-        "last block": lambda found: found.mean_cosine[found.last_block],
+        "last block": lambda measurement: measurement.mean_cosine[
+            measurement.last_block
+        ],
         **MEASURES,
     }
     figure = new_figure(9, 6.2 + 0.22 * -(-len(runs) // 2))
@@ -420,7 +438,7 @@ def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
     positive = [step for step in chain.from_iterable(runs.values()) if step > 0]
     for axes, (label, measure) in zip(grid.flat, panels.items(), strict=True):
         for (name, by_step), style in zip(runs.items(), styles(), strict=False):
-            values = [measure(one) for one in by_step.values()]
+            values = list(map(measure, by_step.values()))
             axes.plot(list(by_step), values, label=plain(name), markersize=5, **style)
         if label in MEASURES:
             _correlation_axis(axes, label)
@@ -436,6 +454,6 @@ def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
         handles,
         labels,
         loc="outside lower center",
-        ncols=1 if max(map(len, labels)) > 36 else 2,
+        ncols=_legend_columns(labels),
     )
     return figure

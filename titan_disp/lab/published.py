@@ -1,5 +1,5 @@
-"""This module sets published numbers (published.toml) beside those of an evaluation,
-and beside what runs cost.
+"""Published numbers (published.toml) in one table with the scores of an evaluation, or
+with the costs of runs.
 """
 
 import math
@@ -15,19 +15,22 @@ from titan_disp.text import number
 HEADINGS = ("task", "what", "of", "number", "source")
 NOTE = (
     "Published numbers are of other models, budgets, data, GPUs and documents, unless "
-    "you made yours the same. We know no standard errors of them. P is the text of "
-    "arXiv 2602.00217, R a review of its ICML version. They do not always agree. The "
-    "authors call the gains modest (a news article). Errors of ours are over seeds. "
-    "GPU-hours are those of all ranks in the steps that count."
+    "you chose the same. Their standard errors are unknown. Source P is the text of arXiv "
+    "2602.00217, and R a review of its ICML version; the two do not always agree. The "
+    "authors call the gains modest (a news article). Our standard errors are over "
+    "seeds. GPU-hours are those of all ranks, without repeated steps."
 )
-# what was measured, by task and what, and by name
+# our numbers as text, by (task, quantity) and by the name of the model or run
 Ours = Mapping[tuple[str, str], Mapping[str, str]]
 Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``
 
 
 def beside(ours: Ours, source: str) -> Lines:
-    """Return ours, which are from ``source``, above the published ones of the same
-    task. Others of ours are left out.
+    """Return the lines of a table: for each published task, our numbers above the
+    published ones.
+
+    Our numbers without a published counterpart are left out. ``source`` says where our
+    numbers come from.
     """
     text = (Path(__file__).parent / "published.toml").read_text(encoding="utf-8")
     lines = Lines()
@@ -36,7 +39,7 @@ def beside(ours: Ours, source: str) -> Lines:
         numbers = ours.get(key)
         if not numbers:
             continue
-        lines += [(*key, name, shown, source) for name, shown in numbers.items()]
+        lines += [(*key, name, value, source) for name, value in numbers.items()]
         for published in group["numbers"]:
             name = f"{published['of']} ({group['run']})"
             lines.append((*key, name, str(published["value"]), published["source"]))
@@ -44,8 +47,9 @@ def beside(ours: Ours, source: str) -> Lines:
 
 
 def gpu_seconds(run: RunRecord) -> float:
-    """Return the seconds of all ranks in the steps that count; NaN before the first
-    row.
+    """Return the seconds that all ranks spent in the run's steps, or NaN without rows.
+
+    A repeated step counts once.
     """
     seconds = np.diff(run.series("tokens"), prepend=0.0) / run.series("tps")
     return float(np.nansum(seconds)) or math.nan
@@ -56,8 +60,11 @@ def _seconds_per_token(run: RunRecord) -> float:
 
 
 def costs(runs: Sequence[RunRecord]) -> Ours:
-    """Return what runs cost on GPUs, and the time per token of those with a method
-    relative to the first run of the same model on the same machine without any.
+    """Return the GPU-hours of runs, and the relative time per token of runs with
+    dispersion or a baseline method.
+
+    The time is divided by that of the first run with plain cross-entropy of the same
+    model on the same machine.
     """
     off: dict[tuple[str, str], float] = {}
     relative = {}

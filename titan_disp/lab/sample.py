@@ -1,7 +1,7 @@
-"""This module makes a sample corpus of texts that every Python installation has, and a
-tokenizer for it.
+"""A sample corpus from Python's own documentation, and a tokenizer for it.
 
-Layout and fields are those of allenai/c4 on the hub, so that the same code reads both.
+The files have the layout and the fields of allenai/c4 on the hub, so that the same code
+reads both.
 """
 
 import ast
@@ -13,6 +13,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -27,6 +28,14 @@ VALIDATION_SHARE = 32  # one document in 32
 MIN_CHARACTERS = 200
 # The documents have no date. A constant keeps the files the same on every run.
 TIMESTAMP = "2019-04-25T12:57:54Z"
+_WITHOUT_PROSE = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "__pycache__",
+}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 CARD = """---
@@ -43,8 +52,8 @@ Documentation of the Python language and standard library, in the shape of allen
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield (url, text) of the topics of the language reference and the docstrings of
-    the standard library, in order.
+    """Yield (url, text) pairs: the topics of the language reference, then the docstrings
+    of the standard library.
     """
     for name, text in sorted(topics.topics.items()):
         yield f"python:topics/{name}", text
@@ -53,14 +62,7 @@ def prose() -> Iterator[tuple[str, str]]:
         "reading documentation", "file", items=sorted(library.rglob("*.py"))
     ):
         relative = file.relative_to(library)
-        if {
-            "site-packages",
-            "test",
-            "tests",
-            "idle_test",
-            "lib2to3",
-            "__pycache__",
-        } & set(relative.parts):
+        if not _WITHOUT_PROSE.isdisjoint(relative.parts):
             continue
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -69,15 +71,13 @@ def prose() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
                 name = getattr(node, "name", "")
-                yield (
-                    f"python:stdlib/{relative.as_posix()}#{name}:{getattr(node, 'lineno', 0)}",
-                    docstring,
-                )
+                place = f"{name}:{getattr(node, 'lineno', 0)}"
+                yield f"python:stdlib/{relative.as_posix()}#{place}", docstring
 
 
 def documents() -> list[dict[str, str]]:
-    """Make C4 records of all documents that are long enough, each text once, in an
-    order that their hashes fix.
+    """Return C4 records of all texts with at least ``MIN_CHARACTERS``, without
+    duplicates, sorted by their hashes.
     """
     records: dict[str, dict[str, str]] = {}
     for url, text in prose():
@@ -89,7 +89,7 @@ def documents() -> list[dict[str, str]]:
 
 
 def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
-    """Write a compressed file of JSON lines, with the same bytes every time."""
+    """Write records to a gzip file of JSON lines. Equal records give equal bytes."""
     with (
         open(path, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as file,
@@ -102,19 +102,19 @@ def train_tokenizer(
     texts: Iterable[str],
     vocab_size: int,
     user_defined_symbols: Iterable[str] = ("\n",),
-    **others: Any,
+    **options: Any,
 ) -> bytes:
     """Train a SentencePiece model (BPE with byte fallback), and return it as bytes.
 
-    ``others`` are further settings.
+    ``options`` are further options of ``SentencePieceTrainer.train``. Raises
+    RuntimeError or ValueError if SentencePiece refuses ``vocab_size``.
     """
     model = io.BytesIO()
-    # Texts and model are passed in memory, because a model file would name this
-    # machine's paths. One thread makes the same model every time.
+    # Texts and model are passed in memory, because a model trained on files contains
+    # their paths. With one thread, the model is reproducible.
+    lines = chain.from_iterable(text.splitlines() for text in texts)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(
-            line for text in texts for line in text.splitlines() if line.strip()
-        ),
+        sentence_iterator=filter(str.strip, lines),
         model_writer=model,
         vocab_size=vocab_size,
         model_type="bpe",
@@ -129,34 +129,32 @@ def train_tokenizer(
         unk_id=0,
         num_threads=1,
         minloglevel=2,
-        **{"character_coverage": 1.0} | others,
+        **{"character_coverage": 1.0} | options,
     )
     return model.getvalue()
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether ``write_sample`` has finished in this folder; it writes the card
-    last.
+    """Return whether ``write_sample`` has finished in this folder.
+
+    ``write_sample`` writes the card last.
     """
-    return (folder / "README.md").is_file() and (
-        folder / "README.md"
-    ).read_text() == CARD
+    card = folder / "README.md"
+    return card.is_file() and card.read_text() == CARD
 
 
 def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
-    """Write the corpus to ``folder/en/*.json.gz`` and train its tokenizer,
-    ``folder/tokenizer/sample.model``.
+    """Write the corpus to ``folder/en/*.json.gz`` and its tokenizer to
+    ``folder/tokenizer/sample.model``, and return counts.
 
-    It returns the numbers of training documents, validation documents and characters.
-    ConfigError is raised if the folder is something else than an earlier sample, which
-    is kept, or if SentencePiece refuses the size.
+    The counts are "train" and "validation" documents, and "characters". A complete
+    sample is left as it is. Raises ConfigError if the folder has other files, or if
+    SentencePiece refuses ``vocab_size``.
     """
     folder = Path(folder)
-    if (
-        folder.exists()
-        and (not folder.is_dir() or any(folder.iterdir()))
-        and not is_complete(folder)
-    ):
+    complete = is_complete(folder)
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not complete and not is_new:
         raise ConfigError(
             f"{folder} exists and is not a sample corpus: choose another folder or "
             "remove it"
@@ -164,7 +162,7 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     records = documents()
     validation = records[::VALIDATION_SHARE]
     train = [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
-    if not is_complete(folder):
+    if not complete:
         with atomic_folder(folder) as partial:
             (partial / "en").mkdir()
             for i in range(TRAIN_FILES):
@@ -178,10 +176,10 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
                 model = train_tokenizer((r["text"] for r in train), vocab_size)
             except (RuntimeError, ValueError) as error:
                 limit = "a few hundred to some thousands"
-                if found := re.search(r" vs (\d+)|value <= (\d+)", str(error)):
-                    limit = (
-                        f"at least {found[1]}" if found[1] else f"at most {found[2]}"
-                    )
+                if least := re.search(r" vs (\d+)", str(error)):
+                    limit = f"at least {least[1]}"
+                elif most := re.search(r"value <= (\d+)", str(error)):
+                    limit = f"at most {most[1]}"
                 raise ConfigError(
                     f"--vocab-size is {vocab_size}, expected {limit}: leave it out "
                     "for 2048"

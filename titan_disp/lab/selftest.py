@@ -1,9 +1,9 @@
-"""``titan-disp selftest`` checks what a machine computes, and measures it: on a CPU, on
-one GPU, or under torchrun.
+"""``titan-disp selftest`` checks the results of the loss on a machine, and measures its
+cost: on a CPU, on one GPU, or under torchrun.
 
-Each section yields rows of a page. Every rank checks its own device, then all ranks
-check sequences that they share, and rank 0 alone trains and measures. A section that
-raises an error is a row that failed, and the others still run.
+Each section yields rows of a page. Each rank checks its device, then all ranks check
+sequences that are sharded over them, and rank 0 alone trains and measures. If a section
+raises an error, it has a row that failed, and the other sections still run.
 """
 
 import json
@@ -29,7 +29,7 @@ from torch.utils.benchmark import Timer
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.tools import utils
 
-# The device type, and on CPUs gloo groups of one thread.
+# This registers the device type, and on CPUs gloo groups of one thread.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.config.command_options import SelftestOptions
 from titan_disp.dispersion import DispersionLoss, kernels
@@ -43,14 +43,15 @@ from titan_disp.run.reader import read_rows
 from titan_disp.text import markdown_table
 
 Values = dict[str, Any]  # numbers and texts by name
-# what is checked, found and expected: at most this number, or exactly this text
-Found = tuple[str, Values, Values]
+# (name of a check, values, expected values). A number must be at most the expected
+# number, and a text must be equal to the expected text.
+Check = tuple[str, Values, Values]
 
 # name, mean of the features, κ
 CASES = (("random", 0, 0.25), ("collapsed", 10, 0.25), ("collapsed", 10, 0.005))
-# Relative errors. Those of float32 are below 1e-5. The gradient of bf16 tokens is
-# stored in bf16, and slopes are rounded to bf16 before they are multiplied. Cosines
-# rounded to bf16 would make the loss of collapsed tokens wrong by 3e-3.
+# Largest relative errors. In float32, errors are below 1e-5. For bf16 tokens, the gradient
+# is stored in bf16, and slopes are rounded to bf16 before they are multiplied. If cosines
+# were rounded to bf16, the loss of collapsed tokens would be wrong by 3e-3.
 TOLERANCES = {
     "float32": {"loss": 1e-4, "gradient": 1e-4},
     "bfloat16": {"loss": 1e-4, "gradient": 8e-3},
@@ -64,12 +65,12 @@ TRAINING = """--model.name=qwen3_disp --model.flavor=nano --training.dataset=c4 
 
 
 def plain(z: Tensor, clamp: float) -> Tensor:
-    """The angular loss with τ = 1 and ε = 0.01, by autograd over all pairs: [B, N, F]
-    float64 → [B].
+    """Return the angular loss of [B, N, F] float64 tokens with τ = 1 and ε = 0.01, over
+    all pairs, [B].
     """
     u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + 1e-2)
     cosines = u @ u.mT
-    # straight-through
+    # Clamping does not change the gradient (straight-through).
     clamped = cosines + (cosines.clamp(clamp - 1, 1 - clamp) - cosines).detach()
     pairs = ~torch.eye(z.shape[1], dtype=torch.bool)
     return (-clamped.acos() / math.pi)[:, pairs].logsumexp(1) - math.log(pairs.sum())
@@ -78,9 +79,10 @@ def plain(z: Tensor, clamp: float) -> Tensor:
 def loss_and_gradient(
     loss: Callable[[Tensor], Tensor], z: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return both in float64 on the CPU.
+    """Return the loss [B] and its gradient [B, N, F], in float64 on the CPU.
 
-    The sequences' distinct weights show a gradient that leaks between them.
+    Sequences have different weights, so that a gradient that leaks from one sequence to
+    another is wrong.
     """
     z = z.detach().requires_grad_()
     value = loss(z)
@@ -90,81 +92,96 @@ def loss_and_gradient(
     return value.detach().double().cpu(), gradient.double().cpu()
 
 
-def errors(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Values:
-    loss = ((found[0] - right[0]) / right[0]).abs().max().item()
+def relative_error(values: Tensor, expected: Tensor) -> float:
+    return ((values - expected).norm() / expected.norm()).item()
+
+
+def errors(result: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Values:
+    """Return the relative errors of (loss, gradient)."""
+    loss, gradient = result
+    expected_loss, expected_gradient = expected
     return {
-        "loss": loss,
-        "gradient": ((found[1] - right[1]).norm() / right[1].norm()).item(),
+        "loss": ((loss - expected_loss) / expected_loss).abs().max().item(),
+        "gradient": relative_error(gradient, expected_gradient),
     }
 
 
 def tokens(mean: float, length: int, precision: str, device: torch.device) -> Tensor:
+    """Return random tokens [2, length, 256] in bf16 or float32, always the same."""
     z = torch.randn(2, length, 256, generator=torch.Generator().manual_seed(0)) + mean
-    return z.to(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    dtype = torch.float32
+    if precision == "bfloat16":
+        dtype = torch.bfloat16
+    return z.to(device, dtype)
 
 
-def accuracy(device: torch.device) -> Iterator[Found]:
-    """On a GPU also as in training on one GPU, with float32 tokens under autocast,
+def accuracy(device: torch.device) -> Iterator[Check]:
+    """Compare each estimator with ``plain``.
+
+    On a GPU, the precision "autocast" is that of training on one GPU: float32 tokens,
     which the loss rounds to bf16.
     """
-    precisions = (
-        TOLERANCES
-        if device.type == "cpu"
-        else TOLERANCES | {"autocast": TOLERANCES["bfloat16"]}
-    )
-    for (kind, mean, clamp), precision, estimator in product(
+    precisions = TOLERANCES
+    if device.type != "cpu":
+        precisions = TOLERANCES | {"autocast": TOLERANCES["bfloat16"]}
+    for (case, mean, clamp), precision, estimator in product(
         CASES, precisions, ESTIMATORS
     ):
+        tolerances = precisions[precision]
+        if estimator == "moments":
+            if clamp != 0.25:
+                continue
+            tolerances = OF_MOMENTS
         loss = DispersionLoss(estimator=estimator, clamp=clamp)
         z = tokens(mean, 512, precision, device)
-        drawn = (
-            order(512, 0, 1, 0)[: loss.max_tokens]
-            if estimator == "sampled"
-            else torch.arange(512)
-        )
-        exact = (z if precision == "float32" else z.bfloat16()).double().cpu()
+        drawn = torch.arange(512)
+        if estimator == "sampled":
+            drawn = order(512, 0, 1, 0)[: loss.max_tokens]
+        rounded = z
+        if precision != "float32":
+            rounded = z.bfloat16()
         with torch.autocast(
             device.type, torch.bfloat16, enabled=precision == "autocast"
         ):
-            found = loss_and_gradient(lambda z: loss([z], step=1)[0], z)  # noqa: B023
-        right = loss_and_gradient(lambda z: plain(z[:, drawn], clamp), exact)  # noqa: B023
-        if estimator != "moments" or clamp == 0.25:
-            expected = OF_MOMENTS if estimator == "moments" else precisions[precision]
-            yield (
-                f"{estimator}, {precision}, {kind}, clamp {clamp}",
-                errors(found, right),
-                expected,
-            )
-
-
-def path(device: torch.device) -> Iterator[Found]:
-    """Which kernels were compiled, and whether sums of products are float32, of which
-    only long ones tell.
-    """
-    for name, how in kernels.path()["kernels"].items():
-        yield (
-            f"kernel {name}",
-            {"ran": how},
-            {"ran": kernels.EAGER_ON_CPU if device.type == "cpu" else "compiled"},
+            result = loss_and_gradient(lambda z: loss([z], step=1)[0], z)  # noqa: B023
+        expected = loss_and_gradient(
+            lambda z: plain(z[:, drawn], clamp),  # noqa: B023
+            rounded.double().cpu(),
         )
+        yield (
+            f"{estimator}, {precision}, {case}, clamp {clamp}",
+            errors(result, expected),
+            tolerances,
+        )
+
+
+def path(device: torch.device) -> Iterator[Check]:
+    """Check that kernels were compiled, and that products are summed in float32.
+
+    The sums are long, because short sums have small errors in any dtype.
+    """
+    compiled = "compiled"
+    operands = f"{kernels.BF16_PRODUCTS}; float32"
+    if device.type == "cpu":
+        compiled = kernels.EAGER_ON_CPU
+        operands = "float32"
+    for name, mode in kernels.path()["kernels"].items():
+        yield f"kernel {name}", {"ran": mode}, {"ran": compiled}
     for precision in TOLERANCES:
         a, b = (
             x.to(kernels.operand_dtype(x))[None]
             for x in tokens(0, 4096, precision, device)
         )
-        right = a.mT.double() @ b.double()
+        expected = a.mT.double() @ b.double()
         added = torch.zeros(1, 256, 256, device=device)
         kernels.add_product_(added, a.mT, b)
-        found = {"bmm": kernels.product(a.mT, b), "baddbmm": added}
-        wrong = {
-            name: ((sums - right).norm() / right.norm()).item()
-            for name, sums in found.items()
+        relative_errors = {
+            "bmm": relative_error(kernels.product(a.mT, b), expected),
+            "baddbmm": relative_error(added, expected),
         }
-        # TF32 has 4e-4
-        yield f"errors of {precision} products", wrong, dict.fromkeys(wrong, 1e-4)
-    operands = (
-        "float32" if device.type == "cpu" else f"{kernels.BF16_PRODUCTS}; float32"
-    )
+        # The error of TF32 is 4e-4.
+        limits = dict.fromkeys(relative_errors, 1e-4)
+        yield f"errors of {precision} products", relative_errors, limits
     yield (
         "operands of products",
         {"dtypes": "; ".join(kernels.path()["products"])},
@@ -172,20 +189,23 @@ def path(device: torch.device) -> Iterator[Found]:
     )
 
 
-def meshes(device: torch.device) -> Iterator[Found]:
-    world = dist.get_world_size() if dist.is_initialized() else 1
+def meshes(device: torch.device) -> Iterator[Check]:
+    """Compare the loss of sharded sequences with that of whole sequences."""
+    world = 1
+    if dist.is_initialized():
+        world = dist.get_world_size()
     if world == 1:
         yield (
             "sharded sequences",
             {"not checked": "one rank; start it with torchrun"},
             {},
         )
-    # Beyond 64 ranks, the moments would be fitted to other tokens than on one.
+    # With more than 64 ranks, the moments would be fitted to other tokens than on one rank.
     for size in (p for p in range(2, min(world, 64) + 1) if world % p == 0):
         mesh = init_device_mesh(
             device.type, (world // size, size), mesh_dim_names=("data", "sequence")
         )["sequence"]
-        own = mesh.get_local_rank()
+        local_rank = mesh.get_local_rank()
         length = 8 * size * math.ceil(64 / size)
         for precision, estimator in product(TOLERANCES, ESTIMATORS):
             loss = DispersionLoss(estimator=estimator)
@@ -193,22 +213,22 @@ def meshes(device: torch.device) -> Iterator[Found]:
             value, gradient = loss_and_gradient(lambda z: loss([z], step=1)[0], z)  # noqa: B023
             sharded = loss_and_gradient(
                 lambda z: loss([z], mesh, step=1)[0],  # noqa: B023
-                z.chunk(size, dim=1)[own],
+                z.chunk(size, dim=1)[local_rank],
             )
-            found = errors(sharded, (value, gradient.chunk(size, dim=1)[own]))
+            gradient_of_shard = gradient.chunk(size, dim=1)[local_rank]
             yield (
                 f"{estimator}, {precision}, {size} ranks",
-                found,
+                errors(sharded, (value, gradient_of_shard)),
                 TOLERANCES[precision],
             )
 
 
-def resume(device: torch.device) -> Iterator[Found]:
-    """Train three steps, then, in another process, the last two again.
+def resume(device: torch.device) -> Iterator[Check]:
+    """Train three steps, repeat the last two in another process, and compare the losses.
 
     The third loss depends on the optimizer's state.
     """
-    # torchrun would set these. With its own variables, the process would wait for other
+    # With torchrun's variables for this process, the new process would wait for other
     # ranks.
     environment = {
         name: value
@@ -260,8 +280,8 @@ def measured(
     device: torch.device,
     then: Callable[[], Any] = lambda: None,
 ) -> Values:
-    """Return the median time of forward, backward and ``then``, and the most memory
-    beyond what was allocated before.
+    """Return the median time of forward, backward and ``then`` in ms, and the additional
+    peak memory in MiB (GPU only).
     """
     forward = torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu")(
         forward
@@ -273,7 +293,7 @@ def measured(
         globals=names,
         num_threads=threads,
     )
-    timer.timeit(1)  # compiles; like the others, it waits for a GPU
+    timer.timeit(1)  # compiles the kernels
     if device.type == "cpu":
         return {
             "ms": 1e3 * timer.blocked_autorange().median,
@@ -289,14 +309,16 @@ def measured(
 
 
 def nano_step(device: torch.device, estimator: str) -> Values:
+    """Return time and memory of a training step of nano; "off" means no dispersion."""
     args = model_args("qwen3_disp", "nano")
-    args.max_seq_len, args.activations = (
-        512,
-        () if estimator == "off" else tuple(range(1, args.n_layers + 1)),
-    )
+    args.max_seq_len = 512
+    args.activations = ()
+    loss = DispersionLoss()
+    if estimator != "off":
+        args.activations = tuple(range(1, args.n_layers + 1))
+        loss = DispersionLoss(estimator=estimator)
     model = MODELS["qwen3_disp"].model_cls(args).to(device)
     model.init_weights(device)
-    loss = DispersionLoss(estimator="exact" if estimator == "off" else estimator)
     objective = DispersionObjective(cross_entropy_loss, loss, lambda step: 0.1)
     optimizer = AdamW(model.parameters())
     text = torch.randint(
@@ -307,12 +329,13 @@ def nano_step(device: torch.device, estimator: str) -> Values:
     )
 
 
-def cost(device: torch.device) -> Iterator[Found]:
-    shape, dtype = (
-        ((1, 1024, 256), torch.float32)
-        if device.type == "cpu"
-        else ((8, 4096, 1024), torch.bfloat16)
-    )
+def cost(device: torch.device) -> Iterator[Check]:
+    """Measure time and memory of the loss and of training steps, without limits."""
+    shape = (8, 4096, 1024)
+    dtype = torch.bfloat16
+    if device.type == "cpu":
+        shape = (1, 1024, 256)
+        dtype = torch.float32
     z = (
         torch.randn(shape, generator=torch.Generator().manual_seed(0))
         .to(device, dtype)
@@ -330,60 +353,68 @@ def cost(device: torch.device) -> Iterator[Found]:
 
 
 def rows_of(
-    section: Callable[[torch.device], Iterator[Found]], device: torch.device
+    section: Callable[[torch.device], Iterator[Check]], device: torch.device
 ) -> Iterator[Values]:
+    """Yield the rows of a section. An error of the section is a row that failed."""
     row = {"ok": False, "section": section.__name__}
     try:
-        for check, found, expected in section(device):
-            # A comparison with NaN is false.
+        for check, values, expected in section(device):
             ok = all(
-                found[k] <= e if isinstance(e, float) else found[k] == e
-                for k, e in expected.items()
+                _is_as_expected(values[name], limit) for name, limit in expected.items()
             )
-            yield row | {"ok": ok, "check": check, "found": found, "expected": expected}
-    except Exception as error:  # the other sections tell more, whatever it is
+            content = {"check": check, "found": values, "expected": expected}
+            yield row | {"ok": ok, **content}
+    except Exception as error:  # any error, so that the other sections still run
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
         yield row | {
             "check": "runs to its end",
-            "found": found,
+            "found": {"error": message},
             "expected": {"error": "none"},
         }
 
 
-def page(result: Values) -> str:
-    def shown(values: Values, sign: str = "") -> str:
-        return ", ".join(
-            f"{k} {sign}{v:.3g}" if isinstance(v, float) else f"{k} {v}"
-            for k, v in values.items()
-        )
+def _is_as_expected(value: Any, expected: Any) -> bool:
+    if isinstance(expected, float):
+        return value <= expected  # false for NaN
+    return value == expected
 
+
+def _as_text(values: Values, sign: str = "") -> str:
+    """Return names and values as text, with ``sign`` before numbers."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, float):
+            parts.append(f"{name} {sign}{value:.3g}")
+        else:
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)
+
+
+def page(result: Values) -> str:
+    """Return the facts, the table of all rows and the verdict, as text."""
     cells = [["", "section", "check", "found", "expected"]]
     for row in result["rows"]:
-        found = shown(row["found"])
-        expected = shown(row["expected"], "≤ ")
         cells.append(
             [
                 "ok" if row["ok"] else "FAILED",
                 row["section"],
                 row["check"],
-                found,
-                expected,
+                _as_text(row["found"]),
+                _as_text(row["expected"], "≤ "),
             ]
         )
     failed = sum(not row["ok"] for row in result["rows"])
-    verdict = (
-        f"{failed} of {len(cells) - 1} checks FAILED"
-        if failed
-        else "everything is as expected"
-    )
-    return f"titan-disp selftest: {shown(result['facts'])}\n\n{markdown_table(cells, text_columns=5)}\n\n{verdict}"
+    verdict = "everything is as expected"
+    if failed:
+        verdict = f"{failed} of {len(cells) - 1} checks FAILED"
+    heading = f"titan-disp selftest: {_as_text(result['facts'])}"
+    return "\n\n".join([heading, markdown_table(cells, text_columns=5), verdict])
 
 
 def selftest(options: SelftestOptions) -> int:
-    """Print the page on rank 0.
-
-    Return the exit status, which is the same on every rank.
+    """Check all sections, print the page on rank 0, and return the exit status, which is
+    the same on all ranks.
     """
     world, rank, local = (
         int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -392,16 +423,16 @@ def selftest(options: SelftestOptions) -> int:
     module = utils.device_module
     module.set_device(local)
     if world > 1 and not dist.is_initialized():
-        # for which ranks wait for rank 0
+        # The other ranks wait for rank 0, which trains and measures.
         dist.init_process_group(timeout=timedelta(minutes=30))
-    sections = (
-        (accuracy, path, meshes, resume, cost)
-        if rank == 0
-        else (accuracy, path, meshes)
-    )
-    # a run has fewer shapes and dtypes
+    sections = [accuracy, path, meshes]
+    if rank == 0:
+        sections += [resume, cost]
+    rows: list[Values] = []
+    # The sections use more shapes and dtypes than the default limit allows.
     with torch._dynamo.config.patch(recompile_limit=64):
-        rows = [row for section in sections for row in rows_of(section, device)]
+        for section in sections:
+            rows += rows_of(section, device)
     failed = [[row for row in rows if not row["ok"]]] * max(1, world)
     if world > 1:
         dist.all_gather_object(failed, failed[rank])
@@ -412,11 +443,9 @@ def selftest(options: SelftestOptions) -> int:
             "python": sys.version.split()[0],
         }
         facts |= {**versions(), "CUDA": torch.version.cuda, "HIP": torch.version.hip}
-        rows += [
-            {**row, "section": f"{row['section']}, rank {r}"}
-            for r in range(1, world)
-            for row in failed[r]
-        ]
+        for other_rank in range(1, world):
+            for row in failed[other_rank]:
+                rows.append(row | {"section": f"{row['section']}, rank {other_rank}"})
         result = {"facts": facts, "rows": rows}
         print(page(result), flush=True)
         if options.json is not None:

@@ -1,5 +1,5 @@
-"""This module compares conditions, whether the runs of a sweep or evaluated models:
-differences over documents and over seeds, their tests, and Holm's adjustment.
+"""Statistics to compare conditions (runs of a sweep, or evaluated models): differences
+over documents and over seeds, their tests, and Holm's adjustment.
 """
 
 import warnings
@@ -12,29 +12,30 @@ from scipy import stats
 
 from titan_disp.text import NOTHING
 
-# Most differences of which all sign patterns are counted, within three seconds
+# Up to so many differences, all sign patterns are counted, which takes three seconds
 EXACT = 18
-EQUAL = 1e-12  # relative; below it, numbers differ only by rounding errors
+EQUAL = 1e-12  # relative; smaller differences are rounding errors
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean difference of a condition to the baseline, over documents or over seeds.
+    """Mean difference between a condition and the baseline, over documents or over
+    seeds.
 
-    Of a single pair, or where all differences are equal, only the mean is defined, and
-    the p value of the sign-flip test. All other fields are then None.
+    With a single pair, or if all differences are equal, only the mean and the p value of
+    the sign-flip test are defined. The other fields are then None.
     """
 
     mean: float
     standard_error: float | None
     low: float | None  # 95 % interval of the mean, by Student's t
     high: float | None
-    # two-sided: of the paired t-test for documents, of the sign-flip test for pairs of
-    # seeds, of Welch's t-test for seeds that are not paired
+    # two-sided; from the paired t-test for documents, the sign-flip test for pairs of
+    # seeds, and Welch's t-test for seeds that are not paired
     p_value: float | None
-    pairs: int  # of documents or of seeds; 0 if they are not paired
+    pairs: int  # number of documents, or of shared seeds; 0 if seeds are not paired
     holm: float | None = None  # p adjusted for the number of tasks or conditions
 
     @property
@@ -52,28 +53,34 @@ COLUMNS = ("mean", "standard_error", "low", "high", "p_value", "holm")
 
 
 def csv_cells(difference: Difference | None) -> list[float | None]:
-    """Return the cells of ``COLUMNS`` in a CSV file."""
+    """Return the cells of ``COLUMNS`` for a CSV file; all are None without a
+    difference.
+    """
     return [getattr(difference, name, None) for name in COLUMNS]
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
     """Return the standard error of the mean, or None for fewer than two numbers."""
-    return float(stats.sem(values)) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return float(stats.sem(values))
 
 
 def with_error(mean: float, error: float | None, sign: str = "") -> str:
-    """Format a mean and its standard error such as ``4.0000 ± 0.0577``.
+    """Return a mean and its standard error as text, such as ``4.0000 ± 0.0577``.
 
-    The sign is a ``+`` for differences.
+    ``sign`` is "+" for differences, so that positive means have a sign, too.
     """
-    return f"{mean:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+    if error is None:
+        return f"{mean:{sign}.4f}"
+    return f"{mean:{sign}.4f} ± {error:.4f}"
 
 
 def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
-    """Run a paired t-test of two models' values, each [pairs]."""
+    """Return the difference of two models' values, each [pairs], by a paired t-test."""
     differences = values - baseline
     mean = float(differences.mean())
-    # Equal differences may differ by rounding errors.
+    # The t-test is undefined for equal differences, which may have rounding errors.
     if np.ptp(differences) <= EQUAL * np.abs(differences).max():
         return Difference(mean, None, None, None, p_value=None, pairs=len(differences))
     test = stats.ttest_1samp(differences, 0.0)
@@ -91,8 +98,10 @@ def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
 def paired_by_seed(
     values_by_seed: Mapping[Key, float], baseline_by_seed: Mapping[Key, float]
 ) -> Difference | None:
-    """Return the difference of the first condition to the second over the seeds that
-    both have, with the p value of the sign-flip test; None without any.
+    """Return the difference between a condition and the baseline over their shared
+    seeds, with the p value of the sign-flip test.
+
+    Returns None if they share no seed.
     """
     pairs = [seed for seed in values_by_seed if seed in baseline_by_seed]
     if not pairs:
@@ -104,24 +113,23 @@ def paired_by_seed(
 
 
 def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
-    """Return the two-sided p value of the sign-flip test, or None for fewer than two
-    differences, or one not finite.
+    """Return the two-sided p value of the sign-flip test of n differences.
 
-    It is the fraction of all 2ⁿ sign patterns whose sum is at least as far from 0 as
-    the observed one. Of more than ``EXACT`` differences, 2 to the power of ``EXACT``
-    random patterns are counted.
+    Returns None if n < 2 or a difference is not finite. The p value is the fraction of
+    all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed sum. For
+    n > ``EXACT``, it is estimated from 2 to the power of ``EXACT`` random patterns.
 
-    If the two conditions were equal, each pair's difference would be as likely with the
-    opposite sign. No distribution is assumed. The smallest p value is 2/2ⁿ, so 5 pairs
-    cannot reach 0.05, and 6 can.
+    Under the null hypothesis, each difference is equally likely with the opposite sign.
+    No distribution is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach
+    0.05, and 6 can.
     """
     d = np.asarray(differences, dtype=np.float64)
     if len(d) < 2 or not np.isfinite(d).all():
         return None
-    d = d / (np.abs(d).sum() or 1.0)  # so that round is relative to their size
+    d = d / (np.abs(d).sum() or 1.0)  # makes the rounding in ``total`` relative
 
     def total(signed: np.ndarray, axis: int) -> np.ndarray:
-        # Sums that differ only by rounding errors are equal
+        # Sums that differ only by rounding errors must count as equal
         return signed.sum(axis).round(12)
 
     test = stats.permutation_test(
@@ -133,7 +141,10 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
 def unpaired_difference(
     values: Sequence[float], baseline: Sequence[float]
 ) -> Difference | None:
-    """Run Welch's t-test. Return None if either side has fewer than two numbers."""
+    """Return the difference of two means by Welch's t-test.
+
+    Returns None if either side has fewer than two numbers.
+    """
     if min(len(values), len(baseline)) < 2:
         return None
     with warnings.catch_warnings():
@@ -153,16 +164,16 @@ def unpaired_difference(
 def differences_over_seeds(
     conditions: Mapping[str, Mapping[Any, float]], baseline: str
 ) -> dict[str, Difference]:
-    """Return the difference of each condition to the baseline. Conditions without one
-    are left out, and so is the baseline.
+    """Return the difference between each other condition and the baseline.
 
     Runs of one seed share their initial weights and the order of their data, so that
-    their scores are correlated. Conditions are compared over the seeds that they share.
-    If they share none, Welch's t-test compares them. (Where seeds are unknown, the
-    caller gives each run a key of its own.)
+    their scores are correlated. Conditions are therefore compared over the seeds that
+    they share, or by Welch's t-test if they share none. A condition is left out if
+    neither is possible.
 
     Args:
-        conditions: each condition's score by seed.
+        conditions: each condition's score by seed. If seeds are unknown, any key that
+            differs between runs stands in for the seed.
     """
     first = conditions[baseline]
     differences = {}
@@ -176,13 +187,13 @@ def differences_over_seeds(
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Adjust p values for their number (Holm 1979; scipy has only adjustments of the
+    """Return p values adjusted for multiple tests (Holm 1979; scipy only adjusts the
     false discovery rate).
 
     If all adjusted values below α are called significant, the probability of any false
-    one among them is below α. The i-th smallest of m values is multiplied by m − i + 1,
-    and is at least as large as the one before it. An undefined value stays undefined,
-    and counts as 1.
+    positive is below α. The i-th smallest of m values is multiplied by m − i + 1, and
+    raised to the previous adjusted value if it is smaller. None stays None, and counts
+    as 1.
     """
     p = np.array([1.0 if value is None else value for value in p_values])
     order = np.argsort(p)
@@ -197,10 +208,13 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def with_holm(tests: Sequence[Difference]) -> list[Difference]:
-    """Add Holm's p values over all tests."""
+    """Return the tests with Holm's p values over all of them."""
     adjusted = holm([test.p_value for test in tests])
     return [replace(test, holm=p) for test, p in zip(tests, adjusted, strict=True)]
 
 
 def _defined(number: float) -> float | None:
-    return float(number) if np.isfinite(number) else None
+    """Return the number, or None if it is not finite."""
+    if np.isfinite(number):
+        return float(number)
+    return None

@@ -1,5 +1,5 @@
-"""This module compares models with the first one, paired by document and over seeds,
-and writes the tables of it.
+"""Compares models with the first model, over documents and over seeds, and renders the
+comparison as tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from titan_disp.lab import statistics
 from titan_disp.lab.statistics import Difference, csv_cells
 from titan_disp.text import csv_text
 
-# Ends of the columns of table.csv
+# Columns of table.csv; OF_MODEL and OF_DIFFERENCE follow the name of the model or pair
 DESCRIPTION = ("task", "metric", "shots", "documents")
 OF_MODEL = ("", " standard error", " seed error", " rank")
 OF_DIFFERENCE = (
@@ -28,10 +28,10 @@ OF_DIFFERENCE = (
 class Row:
     """A row of the table: one task, or a group of averaged tasks such as MMLU."""
 
-    name: str  # the harness's
+    name: str  # the name in the harness
     metric: str  # a mean over documents; higher is better
     tasks: tuple[str, ...]  # the averaged tasks; a single one unless the row is a group
-    # Whether all documents of a group have the same weight; otherwise all tasks do
+    # Whether all documents of a group have the same weight. Otherwise, all tasks do.
     weight_by_size: bool = True
 
 
@@ -39,26 +39,25 @@ class Row:
 class Scores:
     """A model's scores on a task."""
 
-    score: float  # the harness's; for several seeds, their mean
-    # the harness's; for several seeds, that of their mean over documents
+    score: float  # from the harness; for several seeds, their mean
+    # over documents, from the harness; for several seeds, that of ``values``
     standard_error: float | None
     num_fewshot: int | str
-    # [documents] float64, with the score as mean; a group's documents are scaled by
+    # [documents] float64, whose mean is the score; in a group, documents are scaled by
     # their weights
     values: np.ndarray
-    by_seed: Mapping[Any, float] = field(default_factory=dict)  # of several seeds
+    by_seed: Mapping[Any, float] = field(default_factory=dict)  # if several seeds
 
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """Difference of a model to the first one, averaged over tasks with equal
+    """Difference between a model and the first model, averaged over tasks with equal
     weights.
     """
 
     mean: float
-    standard_error_documents: float | None  # over the documents of these tasks
-    # over tasks, from the scatter of the tasks' differences
-    standard_error_tasks: float | None
+    standard_error_documents: float | None  # over the documents of the tasks
+    standard_error_tasks: float | None  # over tasks, from their differences
 
     def __str__(self) -> str:
         text = f"{self.mean:+.4f}"
@@ -71,11 +70,11 @@ class MeanDifference:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """A line of the table: the comparison on one task, or on the mean over tasks, which
-    has no metric and no documents.
+    """A line of the table: the comparison on one task, or on the mean over tasks.
 
-    Dictionaries are by model. Those of differences do not have the first model, and
-    ``over_seeds`` has those whose seeds can be compared.
+    The mean has no metric and no documents. Mappings have a value for each model.
+    ``differences`` leaves out the first model, and ``over_seeds`` also leaves out models
+    whose seeds cannot be compared.
     """
 
     task: str
@@ -86,7 +85,7 @@ class TaskComparison:
     standard_errors: Mapping[str, float | None]
     # standard error of the score over seeds; None with a single seed
     seed_errors: Mapping[str, float | None]
-    ranks: Mapping[str, float]  # 1 is the best, and ties share their mean rank
+    ranks: Mapping[str, float]  # 1 is the best rank; ties share their mean rank
     differences: Mapping[str, Difference | MeanDifference]  # over documents
     over_seeds: Mapping[str, Difference]
 
@@ -108,10 +107,10 @@ class TaskComparison:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """The comparison on all tasks, and on their mean, over tasks of equal weights."""
+    """The comparison on each task, and on the mean over tasks of equal weights."""
 
     tasks: list[TaskComparison]
-    seeds: dict[str, int]  # by model
+    seeds: dict[str, int]  # number of seeds by model
     mean: TaskComparison
 
     @property
@@ -120,15 +119,15 @@ class ModelComparison:
 
 
 def pooled(seeds: Mapping[Any, Scores]) -> Scores:
-    """Average several seeds of one condition into one model.
+    """Return the scores of one condition, averaged over its seeds.
 
-    Each document's value is its mean over all seeds.
+    The value of each document is its mean over the seeds.
 
     Args:
-        seeds: scores by seed. Scores of two conditions are paired if the seed is equal.
+        seeds: scores by seed. Two conditions are paired over equal seeds.
     """
-    first, *others = seeds.values()
-    if not others:
+    first = next(iter(seeds.values()))
+    if len(seeds) == 1:
         return first
     values = np.mean([scores.values for scores in seeds.values()], axis=0)
     by_seed = {seed: scores.score for seed, scores in seeds.items()}
@@ -142,10 +141,10 @@ def pooled(seeds: Mapping[Any, Scores]) -> Scores:
 
 
 def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndarray:
-    """Scale the documents of a group's tasks into one array, [all documents].
+    """Return the values of all documents of a group's tasks, [all documents], scaled so
+    that their mean is the group's average.
 
-    Its mean is the group's average, and its standard error that of the average, in
-    which tasks are strata.
+    Their standard error is that of the average, with the tasks as strata.
     """
     if weight_by_size:
         return np.concatenate(values)
@@ -157,10 +156,12 @@ def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndar
 def compare(
     rows: Sequence[Row], models: Mapping[str, Mapping[str, Scores]]
 ) -> ModelComparison:
-    """Compare models, whose scores are by model and task, with the first one, on every
-    task and on average.
+    """Return the comparison of all models with the first model, on each task and on
+    average.
+
+    ``models`` has scores by model and by the name of the row.
     """
-    first, *others = models
+    first, *other_models = models
     differences = [_over_documents(row, models) for row in rows]
     over_seeds = [
         statistics.differences_over_seeds(
@@ -168,9 +169,9 @@ def compare(
         )
         for row in rows
     ]
-    for other in others:
-        _adjust(differences, other)
-        _adjust(over_seeds, other)
+    for model in other_models:
+        _adjust(differences, model)
+        _adjust(over_seeds, model)
     tasks = [
         _task_comparison(row, models, *compared)
         for row, *compared in zip(rows, differences, over_seeds, strict=True)
@@ -192,8 +193,8 @@ def compare(
         },
         ranks=_mean_by_model([task.ranks for task in tasks]),
         differences={
-            other: _mean_difference([task[other] for task in differences])
-            for other in others
+            model: _mean_difference([task[model] for task in differences])
+            for model in other_models
         },
         over_seeds=statistics.differences_over_seeds(by_seed, first),
     )
@@ -216,9 +217,7 @@ def _mean_by_seed(tasks: Sequence[Scores]) -> dict[Any, float]:
 
 
 def _adjust(by_task: Sequence[dict[str, Difference]], model: str) -> None:
-    """Replace the differences of one model, in place, by ones with Holm's p over the
-    tasks.
-    """
+    """Add Holm's p values over the tasks to the differences of one model, in place."""
     with_model = [of_task for of_task in by_task if model in of_task]
     adjusted = statistics.with_holm([of_task[model] for of_task in with_model])
     for of_task, difference in zip(with_model, adjusted, strict=True):
@@ -228,11 +227,12 @@ def _adjust(by_task: Sequence[dict[str, Difference]], model: str) -> None:
 def _over_documents(
     row: Row, models: Mapping[str, Mapping[str, Scores]]
 ) -> dict[str, Difference]:
-    (_, first), *others = models.items()
-    baseline = first[row.name].values
+    """Return the difference between each other model and the first model on a row."""
+    first, *other_models = models
+    baseline = models[first][row.name].values
     return {
-        model: statistics.paired_difference(scores[row.name].values, baseline)
-        for model, scores in others
+        model: statistics.paired_difference(models[model][row.name].values, baseline)
+        for model in other_models
     }
 
 
@@ -278,24 +278,29 @@ def _mean_difference(tasks: Sequence[Difference]) -> MeanDifference:
 
 
 def table(comparison: ModelComparison) -> list[list[str]]:
-    """Return the cells of tasks × models: scores ± standard errors over seeds,
-    differences ± standard errors, and p values. The first row is the header.
+    """Return the rows of a table, with the header first and a row for each task.
+
+    The cells are scores ± standard errors over seeds, differences ± standard errors,
+    and p values.
     """
-    first, *others = comparison.seeds
+    first, *other_models = comparison.seeds
     over_seeds = comparison.mean.over_seeds
     header = [*DESCRIPTION]
     for model, count in comparison.seeds.items():
-        header.append(f"{model} ({count} seeds)" if count > 1 else model)
-    header += [f"{other} − {first}" for other in others]
+        if count > 1:
+            header.append(f"{model} ({count} seeds)")
+        else:
+            header.append(model)
+    header += [f"{other} − {first}" for other in other_models]
     header += [
         f"{other} − {first}, {_pairs(difference)}"
         for other, difference in over_seeds.items()
     ]
     rows = [header]
-    several = len(comparison.tasks) > 1  # then p values are adjusted
+    several = len(comparison.tasks) > 1  # p values are adjusted only then
     for line in comparison.lines:
-        begin = (line.task, line.metric, line.num_fewshot, line.documents)
-        row = ["" if cell is None else str(cell) for cell in begin]
+        description = (line.task, line.metric, line.num_fewshot, line.documents)
+        row = ["" if cell is None else str(cell) for cell in description]
         row += [
             statistics.with_error(score, line.seed_errors[model])
             for model, score in line.scores.items()
@@ -303,7 +308,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
         row += [_with_p(cell, several) for cell in line.differences.values()]
         row += [_with_p(line.over_seeds[other], several) for other in over_seeds]
         rows.append(row)
-    if others:
+    if other_models:
         ranks = [f"{rank:.2f}" for rank in comparison.mean.ranks.values()]
         rest = len(header) - len(ranks) - len(DESCRIPTION)
         rows.append(["mean rank", "", "", "", *ranks, *[""] * rest])
@@ -311,7 +316,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
 
 
 def explanation(comparison: ModelComparison) -> list[str]:
-    """Return the paragraph below the table, if it compares models."""
+    """Return the paragraph below a table of several models; [] for a single model."""
     if len(comparison.seeds) < 2:
         return []
     text = (
@@ -343,7 +348,9 @@ def _pairs(difference: Difference) -> str:
 
 
 def _with_p(difference: Difference | MeanDifference, several: bool) -> str:
-    """Render a difference. With ``several`` tasks, it includes the adjusted p value."""
+    """Return a difference as text, with p values; with ``several`` tasks, also the
+    adjusted one.
+    """
     if isinstance(difference, MeanDifference) or difference.p_value is None:
         return str(difference)
     adjusted = ""
@@ -353,13 +360,15 @@ def _with_p(difference: Difference | MeanDifference, several: bool) -> str:
 
 
 def to_csv(comparison: ModelComparison) -> str:
-    """Render the table at full precision, with standard errors, ranks and 95 %
-    intervals. Undefined cells are empty.
+    """Return the table as CSV at full precision, with standard errors, ranks and 95 %
+    intervals.
+
+    Undefined cells are empty.
     """
-    first, *others = comparison.seeds
+    first, *other_models = comparison.seeds
     header = ["task", "metric", "num_fewshot", "documents"]
     for model in comparison.seeds:
-        header += [f"{model}{what}" for what in OF_MODEL]
-    for other in others:
-        header += [f"{other} - {first}{what}" for what in OF_DIFFERENCE]
+        header += [f"{model}{column}" for column in OF_MODEL]
+    for other in other_models:
+        header += [f"{other} - {first}{column}" for column in OF_DIFFERENCE]
     return csv_text([header, *(line.to_csv() for line in comparison.lines)])

@@ -1,5 +1,5 @@
-"""``titan-disp evaluate`` checks everything, then evaluates models on tasks and writes
-its files after each model.
+"""``titan-disp evaluate`` evaluates models on tasks, compares them, and writes the
+results.
 """
 
 import json
@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,21 +52,22 @@ PACKAGES = ("titan-disp", "lm_eval", "transformers", "torch", "datasets")
 Conditions = Mapping[str, Sequence[str]]
 """The names of models by condition.
 
-The models are the seeds of the condition. A single model is its own condition.
+The models of a condition differ in their seeds. A single model is a condition of its
+own.
 """
 
 
 def evaluate(options: EvaluateOptions) -> ModelComparison:
-    """Run lm-evaluation-harness on models, compare all with the first, and write the
-    files of ``options.out``.
+    """Evaluate models with lm-evaluation-harness, write the files of ``options.out``,
+    and return the comparison with the first model.
 
     One model at a time is loaded. The files are written after each model: results.json
     (all numbers of the harness and of the comparison, settings, versions),
-    samples.jsonl (every metric of every document), table.md and table.csv.
+    samples.jsonl (all metrics of each document), table.md and table.csv.
 
-    Raises ConfigError, before anything is evaluated, if a model, task, data set or
-    device does not exist, or a number is out of range; after the models before it, if
-    weights are missing or damaged, or a run cannot be exported.
+    Raises ConfigError before the first evaluation if a model, task, data set or device
+    does not exist, or if a number is out of range. If weights are missing or damaged,
+    or if a run cannot be exported, ConfigError is raised when that model's turn comes.
     """
     settings = _settings(options)
     models, conditions = _find_models(list(map(str, options.models)), options.tokenizer)
@@ -76,14 +78,20 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
             "or remove this one"
         )
     make_writable(out, "--out")
-    # left by an evaluation that stopped before its first results
+    # An evaluation that stopped before its first results may have left it.
     (out / "samples.jsonl").unlink(missing_ok=True)
     with harness.warnings_once(), no_bars_in_logs():
         shots = harness.PROTOCOLS[options.protocol].shots
         suite = harness.build_suite(
             options.tasks, options.include_path, options.num_fewshot, shots
         )
-        evaluation = _Evaluation(options, settings, suite, models, conditions)
+        evaluation = _Evaluation(
+            options=options,
+            settings=settings,
+            suite=suite,
+            models=models,
+            conditions=conditions,
+        )
         results: dict[str, harness.Result] = {}
         for name, model in _with_progress(models):
             results[name] = evaluation.run(model)
@@ -99,8 +107,10 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
 
 
 def _settings(options: EvaluateOptions) -> harness.Settings:
-    """Return the settings for all models, once the harness is imported. Raises
-    ConfigError if it is missing, or if a number or the device is wrong.
+    """Return the settings for all models, after importing the harness.
+
+    Raises ConfigError if the harness is not installed, or if a number or the device is
+    wrong.
     """
     check_least(options, limit=1, num_fewshot=0, seed=0)
     if options.batch_size != "auto" and options.batch_size < 1:
@@ -116,23 +126,29 @@ def _settings(options: EvaluateOptions) -> harness.Settings:
         "evaluate needs EleutherAI's lm-evaluation-harness (pip install lm-eval accelerate)",
         ImportError,
     ):
-        # Also imports accelerate, which lm_eval does not install
+        # This also imports accelerate, which is not a requirement of lm_eval.
         import_module("lm_eval.models.huggingface")
     protocol = harness.PROTOCOLS[options.protocol]
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = protocol.dtype
+    tokenizer = None
+    if options.tokenizer is not None:
+        tokenizer = str(options.tokenizer)
     return harness.Settings(
         limit=options.limit or protocol.limit,
         batch_size=options.batch_size,
         device=str(find_device(options.device or default_device)),
-        dtype=protocol.dtype if options.dtype == "auto" else options.dtype,
+        dtype=dtype,
         seed=options.seed,
-        tokenizer=None if options.tokenizer is None else str(options.tokenizer),
+        tokenizer=tokenizer,
     )
 
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What is evaluated, and where the results go."""
+    """The models, tasks and settings of an evaluation, and where its files go."""
 
     options: EvaluateOptions
     settings: harness.Settings
@@ -142,12 +158,12 @@ class _Evaluation:
 
     @cached_property
     def seeds(self) -> dict[str, Seeds]:
-        """The seeds of the models' training."""
+        """The seeds with which each model was trained."""
         return _seeds_by_model(self.models, self.conditions)
 
     @cached_property
     def costs(self) -> Lines:
-        """The costs of the models' runs beside the published ones."""
+        """The lines of a table: the costs of the models' runs, and published costs."""
         runs = [model.run for model in self.models.values() if model.run is not None]
         with suppress(ConfigError):  # a run that cannot be read has no costs
             records = gather(list(dict.fromkeys(runs)), [])
@@ -155,6 +171,7 @@ class _Evaluation:
         return []
 
     def run(self, model: Target) -> harness.Result:
+        """Return the results of one model."""
         settings = self.settings
         if model.run is not None:  # its export has the tokenizer
             settings = replace(settings, tokenizer=None)
@@ -162,8 +179,8 @@ class _Evaluation:
             return harness.run_model(folder, self.suite, settings)
 
     def write(self, results: Mapping[str, harness.Result]) -> ModelComparison:
-        """Write all files but samples.jsonl, and return the comparison of the models
-        that have results.
+        """Write all files except samples.jsonl, and return the comparison of the models
+        in ``results``.
         """
         out = self.options.out
         comparison = _compare(self.suite, self.conditions, self.seeds, results)
@@ -202,7 +219,11 @@ class _Evaluation:
 def _find_models(
     names: Sequence[str], tokenizer: Path | None
 ) -> tuple[dict[str, Target], Conditions]:
-    """Find the models by unique names, in the given order, and their conditions."""
+    """Return the models by unique names, in order, and their conditions.
+
+    Raises ConfigError if a model does not exist or is repeated, or if two conditions
+    have the same name.
+    """
     if not names:
         raise ConfigError(
             "no model is given; expected folders of Hugging Face models, as "
@@ -224,30 +245,31 @@ def _find_models(
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         print(
-            f"the numbers of positions differ ({listed}): some lose the beginning of a long prompt",
+            f"the numbers of positions differ ({listed}): models with fewer positions "
+            "do not see the beginning of a long prompt",
             file=sys.stderr,
         )
     return models, conditions
 
 
 def _with_progress(models: Mapping[str, Target]) -> Iterator[tuple[str, Target]]:
-    """Yield each model after a line with its name and an estimate of the time left."""
+    """Yield each model after printing its name and an estimate of the time left."""
     began = time.monotonic()
     for done, (name, model) in enumerate(models.items()):
-        each = (time.monotonic() - began) / max(done, 1)
-        pace = f", about {duration(each * (len(models) - done))} left" if done else ""
-        print(
-            f"model {done + 1} of {len(models)}{pace}: {name}: {model.folder}",
-            file=sys.stderr,
-        )
+        progress = f"model {done + 1} of {len(models)}"
+        if done:
+            per_model = (time.monotonic() - began) / done
+            remaining = duration(per_model * (len(models) - done))
+            progress += f", about {remaining} left"
+        print(f"{progress}: {name}: {model.folder}", file=sys.stderr)
         yield name, model
 
 
 @contextmanager
 def _as_hugging_face(model: Target, options: EvaluateOptions) -> Iterator[Path]:
-    """Yield the model's folder.
+    """Yield the model's Hugging Face folder.
 
-    A run's checkpoint is exported to a temporary folder next to the results.
+    A checkpoint of a run is exported to a temporary folder next to the results.
     """
     if model.run is None:
         yield model.folder
@@ -283,30 +305,38 @@ def _compare(
 def _seeds_by_model(
     models: Mapping[str, Target], conditions: Conditions
 ) -> dict[str, Seeds]:
-    """Return each model's seeds of training. Where they are unknown, as of a Hugging
-    Face folder, or where a condition has them twice, they are the model's name, which
-    equals no other.
+    """Return the seeds with which each model was trained, for pairs over seeds.
+
+    The model's name, which is unique, stands in for seeds that are unknown (Hugging
+    Face folders) or repeated in a condition.
     """
     by_model: dict[str, Seeds] = {}
     for members in conditions.values():
         for name in members:
             run = models[name].run
-            settings = {} if run is None else flatten(read_config(run))
+            settings: dict[str, Any] = {}
+            if run is not None:
+                settings = flatten(read_config(run))
             seeds = tuple(map(settings.get, SEEDS))
             repeated = seeds in [by_model.get(member) for member in members]
-            by_model[name] = (name,) if None in seeds or repeated else seeds
+            if None in seeds or repeated:
+                seeds = (name,)
+            by_model[name] = seeds
     return by_model
 
 
 def scores(comparison: ModelComparison) -> Ours:
-    """Return the scores of each task, and differences to the first model.
+    """Return the scores of each task in percent, and the differences from the first
+    model in percentage points, as text.
 
-    The mean is there if it is of the paper's tasks.
+    The mean over tasks is included if the tasks are those of the paper.
     """
 
-    def points(part: float, error: float | None, sign: str = "") -> str:
-        text = f"{100 * part:{sign}.2f}"
-        return text if error is None else f"{text} ± {100 * error:.2f}"
+    def percent(fraction: float, error: float | None, sign: str = "") -> str:
+        text = f"{100 * fraction:{sign}.2f}"
+        if error is not None:
+            text += f" ± {100 * error:.2f}"
+        return text
 
     ours = dict[tuple[str, str], Mapping[str, str]]()
     first = next(iter(comparison.seeds))
@@ -315,14 +345,15 @@ def scores(comparison: ModelComparison) -> Ours:
         rows = comparison.lines
     for line in rows:
         ours[line.task, "score, %"] = {
-            model: points(score, line.seed_errors[model])
+            model: percent(score, line.seed_errors[model])
             for model, score in line.scores.items()
         }
         differences = ours[line.task, "difference, points"] = {}
         for other, difference in line.differences.items():
-            over_seeds = line.over_seeds.get(other)
-            error = None if over_seeds is None else over_seeds.standard_error
-            differences[f"{other} − {first}"] = points(difference.mean, error, "+")
+            error = None
+            if other in line.over_seeds:
+                error = line.over_seeds[other].standard_error
+            differences[f"{other} − {first}"] = percent(difference.mean, error, "+")
     return ours
 
 
@@ -331,5 +362,6 @@ def _dtype_note(results: Mapping[str, harness.Result]) -> list[str]:
         return []
     dtypes = ", ".join(f"{name} {result.dtype}" for name, result in results.items())
     return [
-        f"The models' dtypes differ ({dtypes}): rounding may be part of a difference. --dtype makes them equal."
+        f"The dtypes of the models differ ({dtypes}), so that part of a difference may be "
+        "rounding. --dtype evaluates all models in one dtype."
     ]

@@ -1,8 +1,8 @@
-"""This module is the way to lm-evaluation-harness: it builds tasks, loads their data,
-runs one model, and thins warnings.
+"""The interface to lm-evaluation-harness: builds tasks, loads their data, evaluates a
+model, and prints repeated warnings once.
 
-The tasks are built before a model is loaded, so that a wrong name or missing data costs
-nothing.
+The tasks are built before a model is loaded, so that a wrong name or missing data is
+reported at once.
 """
 
 import gc
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,8 @@ from titan_disp.errors import ConfigError, counted, did_you_mean, reported
 from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
-# the harness searches for the largest batch until memory runs out, which kills the
-# process on a CPU
+# In place of "auto", with which the harness searches for the largest batch until memory
+# runs out. On a CPU, this would kill the process.
 CPU_BATCH = 8
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
@@ -33,7 +34,7 @@ SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_rando
 class Protocol:
     shots: Mapping[str, int]  # examples in the prompt of each task
     limit: int | None  # first documents per task; None means all
-    # The type of the weights; "auto" means the saved one.
+    # The dtype of the weights; "auto" means that of the files.
     dtype: Literal["auto", "float16"] = "auto"
 
 
@@ -54,11 +55,11 @@ PAPER = {
 """The ten tasks of arXiv 2602.00217 and their numbers of few-shot examples.
 
 The paper's text names the tasks. The rest follows the authors' released code
-(github.com/ChenLiu-1996/LM-Dispersion). Its mid-training of Qwen3 decides which tasks
-have examples, and that they have five (with GPT-2, they have one). TruthfulQA is MC2
-(the probability of the true answers). The metric is ``acc`` for all ten; results.json
-also has ``acc_norm`` if the harness has it. The authors' code scores 200 documents per
-task (Qwen3) or 500 (GPT-2). Scoring all documents is our choice.
+(github.com/ChenLiu-1996/LM-Dispersion). The numbers of examples are those of its
+mid-training of Qwen3 (with GPT-2, one example in place of five). TruthfulQA is MC2
+(the probability of the true answers). The metric is ``acc`` for all ten tasks;
+results.json also has ``acc_norm`` if the harness computes it. The authors' code scores
+200 documents per task (Qwen3) or 500 (GPT-2). Scoring all documents is our choice.
 """
 
 PRETRAIN = {
@@ -76,12 +77,13 @@ PRETRAIN = {
     **dict.fromkeys(("openbookqa", "piqa", "truthfulqa_mc2", "winogrande"), 0),
     **dict.fromkeys(("arc_challenge", "arc_easy", "mathqa", "mmlu", "medmcqa"), 5),
 }
-"""The tasks by which the authors' fork of TorchTitan evaluates a run of 156 B tokens
+"""The tasks with which the authors' fork of TorchTitan evaluates a run of 156 B tokens
 (eval/eval_hf.py at e894b93).
 
-Its ``anli`` and ``lambada`` are tags, written out here. Its ``paloma_wikitext_103`` is
-left out: it has only perplexities, which cannot be compared document by document, and
-its data set (allenai/paloma) asks for an agreement on the hub.
+The fork uses the tags ``anli`` and ``lambada``, whose tasks are listed here. The task
+``paloma_wikitext_103`` is left out: it has only perplexities, which cannot be compared
+document by document, and its data set (allenai/paloma) requires an agreement on the
+hub.
 """
 
 PROTOCOLS = {
@@ -92,9 +94,9 @@ PROTOCOLS = {
     ),
     "authors-pretrain": Protocol(PRETRAIN, limit=200, dtype="float16"),
 }
-"""By name.
+"""The values of --protocol.
 
-Those of the authors follow their scripts (train_configs/authors/README.md).
+``authors-…`` follow the authors' scripts (train_configs/authors/README.md).
 """
 
 
@@ -102,12 +104,12 @@ Those of the authors follow their scripts (train_configs/authors/README.md).
 class Suite:
     """The tasks of one evaluation.
 
-    All models use the same objects, and so the same documents and prompts.
+    All models use the same objects, and therefore the same documents and prompts.
     """
 
     rows: tuple[Row, ...]
-    items: list[Any]  # the harness's Task and Group objects
-    manager: Any
+    items: list[Any]  # Task and Group objects of the harness
+    manager: Any  # the harness's TaskManager
 
 
 def build_suite(
@@ -116,15 +118,15 @@ def build_suite(
     num_fewshot: int | None = None,
     shots: Mapping[str, int] = PAPER,
 ) -> Suite:
-    """Find the tasks and load their data sets.
+    """Return the tasks with their data sets loaded.
 
-    If the Hugging Face hub does not answer, only its cache is used.
+    ``names`` are tasks, groups or tags of the harness; ``paper`` stands for the tasks
+    in ``shots``. A prompt has ``num_fewshot`` examples, or else the number in
+    ``shots``, or else the task's default. Tasks that fix 0 examples keep it. If the
+    Hugging Face hub does not answer, data comes only from its cache.
 
-    The names are those of the harness's tasks, groups or tags. ``paper`` stands for the
-    tasks in ``shots``. A prompt has ``num_fewshot`` examples, or else the number in
-    ``shots`` or the task's own, unless the task fixes their number. Raises ConfigError
-    if a task or its data do not exist, tasks overlap, or a task has no metric that can
-    be compared.
+    Raises ConfigError if a task or its data does not exist, tasks overlap, or a task
+    has no metric that can be compared.
     """
     from lm_eval.tasks import TaskManager
 
@@ -135,45 +137,52 @@ def build_suite(
             f"--include-path {str(include_path)!r} is not a folder; expected one with "
             "*.yaml files"
         )
-    manager = TaskManager(
-        include_path=None if include_path is None else str(include_path)
-    )
+    manager = TaskManager(include_path=include_path and str(include_path))
     wanted: dict[str, None] = {}
     for name in names:
-        wanted |= dict.fromkeys(shots if name == "paper" else [name])
+        if name == "paper":
+            wanted |= dict.fromkeys(shots)
+        else:
+            wanted[name] = None
     for name in wanted:
         if name not in manager.all_tasks:
-            known = ["paper", *manager.all_tasks]
             hint = did_you_mean(
-                name, known, otherwise="; lm-eval ls tasks lists them", most=5
+                name,
+                ["paper", *manager.all_tasks],
+                otherwise="; lm-eval ls tasks lists them",
+                most=5,
             )
             raise ConfigError(f"lm-evaluation-harness has no task {name!r}{hint}")
     with _offline_if_unreachable() as reachable:
-        built = _load(manager, list(wanted), reachable, include_path)
+        loaded = _load(manager, list(wanted), reachable, include_path)
     items: dict[str, Any] = {}
-    for loaded in built:  # without the members of groups
-        inside = set().union(*(g.child_names for g in loaded["groups"].values()))
+    for by_type in loaded:
+        groups = by_type["groups"]
+        members = set().union(*(group.child_names for group in groups.values()))
         items |= {
             name: item
-            for name, item in (loaded["groups"] | loaded["tasks"]).items()
-            if name not in inside
+            for name, item in (groups | by_type["tasks"]).items()
+            if name not in members
         }
     with reported("--tasks: name only one of them", ValueError):
         manager.load(list(items.values()))
     for name, item in items.items():
-        examples = shots.get(name) if num_fewshot is None else num_fewshot
+        examples = num_fewshot
+        if examples is None:
+            examples = shots.get(name)
         for task in manager.load(item)["tasks"].values():
-            # A task with 0 fixes the number: TruthfulQA's prompt has its own examples.
+            # A task with 0 fixes this number. TruthfulQA's prompt already has examples.
             if examples is not None and task.get_config("num_fewshot") != 0:
                 task.set_config("num_fewshot", examples)
-    rows = {row.name: row for item in items.values() for row in _rows(item)}
+    rows = {row.name: row for row in chain.from_iterable(map(_rows, items.values()))}
     return Suite(tuple(rows.values()), list(items.values()), manager)
 
 
 def _rows(item: Any) -> Iterator[Row]:
     """Yield the rows of a task or a group.
 
-    A group without an average has a row for each member.
+    A group that the harness does not average has a row for each member. Raises
+    ConfigError if tasks lack the metric that their group averages.
     """
     from lm_eval.api.group import Group
 
@@ -201,39 +210,42 @@ def _rows(item: Any) -> Iterator[Row]:
 
 
 def _metrics(task: Any) -> list[str]:
-    """Return the metrics that are means over documents, the higher the better: only
-    these can be compared.
+    """Return the names of the metrics that can be compared: means over documents, the
+    higher the better.
+
+    Raises ConfigError if the task has none.
     """
     from lm_eval.api.metrics import mean
 
     better = task.higher_is_better()
-    found = [
+    metrics = [
         name
         for name, aggregate in task.aggregation().items()
         if aggregate is mean and better[name]
     ]
-    if not found:
+    if not metrics:
         raise ConfigError(
             f"the task {task.task_name!r} has no metric that is a mean over documents "
             f"and better when it is higher (it has {', '.join(better)}), so it cannot "
             "compare models document by document; leave it out of --tasks"
         )
-    return found
+    return metrics
 
 
 def _load(
     manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None
 ) -> list[Any]:
-    """Load each name.
+    """Return what the harness loads for each name: a dictionary of groups and of tasks.
 
-    The message lists all failures at once, so that one download can fetch all data.
+    Raises ConfigError with all failures in one message, so that the user can download
+    all missing data at once.
     """
     loaded = []
     failed = {}
     for name in names:
         try:
             loaded.append(manager.load(name))
-        # datasets, its file readers, jinja2 and yaml each raise their own
+        # datasets, its file readers, jinja2 and yaml raise errors of many types
         except Exception as error:
             failed[name] = error
     if not failed:
@@ -249,11 +261,13 @@ def _load(
         if isinstance(error, (ConnectionError, ValueError))
     ]
     if missing and not reachable:
-        where = "" if include_path is None else f"include_path={str(include_path)!r}"
+        argument = ""
+        if include_path is not None:
+            argument = f"include_path={str(include_path)!r}"
         message += (
             "\nThe Hugging Face hub does not answer here, and the data are not in its cache. On a machine with "
             "internet access, download them to a folder that this machine sees:\n  HF_HOME=DIR python -c "
-            f'"from lm_eval.tasks import TaskManager; TaskManager({where}).load({missing})"\n'
+            f'"from lm_eval.tasks import TaskManager; TaskManager({argument}).load({missing})"\n'
             "Then set HF_HOME=DIR and HF_HUB_OFFLINE=1 here"
         )
     raise ConfigError(message)
@@ -261,9 +275,9 @@ def _load(
 
 @contextmanager
 def _offline_if_unreachable() -> Iterator[bool]:
-    """Ask the hub once, and go offline if it does not answer.
+    """Yield whether the Hugging Face hub answers, and stay offline inside if it does not.
 
-    Otherwise each data set would wait 24 s for it.
+    Otherwise, each data set would wait 24 s for an answer.
     """
     import datasets
     from huggingface_hub import constants
@@ -272,7 +286,7 @@ def _offline_if_unreachable() -> Iterator[bool]:
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     reachable = False
     if not any(before):
-        # The error is that of requests, httpx or httpx2, by huggingface_hub's version.
+        # huggingface_hub's version decides whether the error is that of requests or httpx
         with suppress(Exception):
             reachable = (
                 get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
@@ -294,31 +308,32 @@ class Settings:
     """The settings for all models of an evaluation."""
 
     limit: int | None  # first documents per task; None means all
-    # "auto" means the largest that fits on a GPU, or CPU_BATCH
+    # "auto" means the largest that fits on a GPU, and CPU_BATCH on a CPU
     batch_size: int | Literal["auto"]
     device: str
-    # The type of the weights; "auto" means the saved one.
+    # The dtype of the weights; "auto" means that of the files.
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    seed: int  # for the choice of examples, and for everything else that is random
-    tokenizer: str | None = None  # folder that replaces the model's own
+    seed: int  # of the choice of examples, and of all other random choices
+    tokenizer: str | None = None  # folder that replaces the model's tokenizer
 
 
 @dataclass(frozen=True)
 class Result:
     """The harness's results for one model."""
 
-    # all numbers, task configs and versions as JSON values, without documents
+    # the harness's numbers, task configs and versions as JSON values, without documents
     harness: dict[str, Any]
-    # task, doc_id, hashes of document and prompt, filter, metrics of each document
+    # for each document: task, doc_id, hashes of document and prompt, filter, metrics
     samples: list[dict[str, Any]]
-    scores: dict[str, Scores]  # by row of the table
+    scores: dict[str, Scores]  # by the name of the row
     dtype: str  # of the weights
 
 
 def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
-    """Load a Hugging Face causal language model, run all tasks, and free it.
+    """Return the results of a Hugging Face causal language model on all tasks.
 
-    Raises ConfigError as ``load_causal_lm``.
+    The model's memory is freed afterwards. Raises ConfigError like ``load_causal_lm``,
+    or if the tokenizer cannot be loaded.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -326,33 +341,33 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
     from transformers import AutoTokenizer
 
     on_cpu = torch.device(settings.device).type == "cpu"
-    batch_size = (
-        CPU_BATCH if on_cpu and settings.batch_size == "auto" else settings.batch_size
-    )
+    batch_size = settings.batch_size
+    if on_cpu and batch_size == "auto":
+        batch_size = CPU_BATCH
     with reported("--tokenizer: transformers cannot load it", OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(
             settings.tokenizer or folder, local_files_only=True
         )
     loaded = load_causal_lm(folder, settings.dtype).to(settings.device)
     model = HFLM(
-        # This is the model rather than its name, because the harness does not report
-        # missing weights of a named model.
+        # The model is passed rather than its folder, because the harness would not report
+        # missing weights.
         pretrained=loaded,
-        # the harness would use all positions, trained or not
+        # The harness would use all positions, also those that were never trained.
         max_length=longest_sequence(loaded.config),
         tokenizer=tokenizer,
         batch_size=batch_size,
     )
     dtype = str(model.model.dtype).removeprefix("torch.")
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=model,
             tasks=suite.items,
             task_manager=suite.manager,
             limit=settings.limit,
             batch_size=batch_size,
             device=settings.device,
-            # for LAMBADA's perplexity; accuracies have closed forms
+            # for LAMBADA's perplexity; errors of accuracies have a closed form
             bootstrap_iters=1000,
             **dict.fromkeys(SEEDS, settings.seed),
         )
@@ -360,50 +375,54 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
         del model, loaded
         gc.collect()
         torch.cuda.empty_cache()
-    found = json.loads(json.dumps(found, default=handle_non_serializable))
-    by_task = found.pop("samples")
-    kept = ("doc_id", "doc_hash", "prompt_hash", "filter")
+    results = json.loads(json.dumps(results, default=handle_non_serializable))
+    by_task = results.pop("samples")
+    identity = ("doc_id", "doc_hash", "prompt_hash", "filter")
     samples = []
     for task, of_task in by_task.items():
         for sample in of_task:
-            names = (*kept, *sample["metrics"])
+            names = (*identity, *sample["metrics"])
             samples.append({"task": task, **{name: sample[name] for name in names}})
     return Result(
-        found,
+        results,
         samples,
-        {row.name: _scores(row, found, by_task) for row in suite.rows},
+        {row.name: _scores(row, results, by_task) for row in suite.rows},
         dtype,
     )
 
 
 def _scores(
-    row: Row, found: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]
+    row: Row, results: dict[str, Any], by_task: dict[str, list[dict[str, Any]]]
 ) -> Scores:
-    """Collect the scores of a row.
+    """Return the scores of a row.
 
-    If a task has several filters for a model's answer, the first one counts.
+    If a task has several filters for a model's answer, the first filter is used.
     """
     first = by_task[row.tasks[0]][0]["filter"]
     values = [
         np.array([s[row.metric] for s in by_task[task] if s["filter"] == first], float)
         for task in row.tasks
     ]
-    result = found["results"][row.name]
+    result = results["results"][row.name]
     error = result.get(f"{row.metric}_stderr,{first}")
-    shots = {found["n-shot"][task] for task in row.tasks}
+    shots = {results["n-shot"][task] for task in row.tasks}
+    if not isinstance(error, float):
+        error = None  # the harness has "N/A" for a single document
+    num_fewshot = "mixed"
+    if len(shots) == 1:
+        num_fewshot = shots.pop()
     return Scores(
         score=result[f"{row.metric},{first}"],
-        # "N/A" for a single document
-        standard_error=error if isinstance(error, float) else None,
-        num_fewshot=shots.pop() if len(shots) == 1 else "mixed",
+        standard_error=error,
+        num_fewshot=num_fewshot,
         values=scaled_values(values, row.weight_by_size),
     )
 
 
 @contextmanager
 def warnings_once(name: str = "lm_eval") -> Iterator[None]:
-    """Print the first warning of each line of code on stderr, and at the end the number
-    of others.
+    """Print only the first warning from each line of code on stderr, and finally the
+    number of repeated warnings.
 
     The harness repeats a warning for each of MMLU's 57 subjects of each model.
     """

@@ -27,11 +27,13 @@ DOCUMENTS = 100
 
 
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
-    """Yield the first documents of the validation data, or the training data, if they
-    are on this disk.
+    """Yield up to ``DOCUMENTS`` documents of the validation data, or else of the
+    training data, if ``path`` is on this disk.
     """
-    for dataset in ("c4_validation", "c4") if path and os.path.exists(path) else ():
-        # training reports these; here, other texts are enough
+    if path is None or not os.path.exists(path):
+        return
+    for dataset in ("c4_validation", "c4"):
+        # Training reports these errors. Here, any readable documents are enough.
         with suppress(DamagedFile, ConfigError):
             file = list_files(dataset, path)[0]
             with closing(
@@ -45,12 +47,10 @@ def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]
 
 
 def hf_weights(saved: SavedModel, dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """Load the weights under Hugging Face's names on the CPU, in float32 at first.
+    """Return the weights by Hugging Face's names, in ``dtype`` on the CPU.
 
-    A tied embedding is included once.
-
-    Raises CheckpointError as ``load_weights``, and ConfigError if a weight is not
-    finite in ``dtype``.
+    A tied embedding is included once. Raises CheckpointError or ConfigError like
+    ``load_weights``, and ConfigError if a weight is not finite in ``dtype``.
     """
     weights = saved.adapter().to_hf(load_weights(saved))
     for name in weights:
@@ -68,7 +68,7 @@ def export(options: ExportOptions) -> SavedModel:
     return the exported checkpoint.
 
     The export is atomic. Raises ConfigError if the checkpoint or the tokenizer does not
-    exist, ``dest`` is not empty, the disk is full, or the tokenizer cannot be
+    exist, if ``dest`` is not empty, if the disk is full, or if the tokenizer cannot be
     converted.
     """
     dest = options.dest.absolute()
@@ -113,7 +113,7 @@ def export(options: ExportOptions) -> SavedModel:
             save_torch_state_dict(
                 weights, partial, max_shard_size=options.max_shard_size
             )
-        # safetensors makes them readable for the owner only
+        # safetensors makes its files readable by the owner only.
         for file in partial.glob("*.safetensors"):
             file.chmod((partial / "config.json").stat().st_mode)
         os.rename(partial, dest)

@@ -18,8 +18,10 @@ from titan_disp.run.reader import is_run
 def _load(
     target: str | Path, tokenizer: str | Path | None
 ) -> tuple[Any, AnyTokenizer, int]:
-    """Return a transformers model, its tokenizer, and the tokens of its longest
-    sequence.
+    """Return a transformers model, its tokenizer, and the number of tokens in the
+    longest sequence.
+
+    ``tokenizer`` is a folder that replaces the model's own tokenizer.
     """
     import transformers
     from transformers.utils import logging
@@ -27,31 +29,35 @@ def _load(
     logging.disable_progress_bar()
     if (Path(target) / "config.json").is_file() and not is_run(target):
         model = load_causal_lm(target)
-        return (
-            model,
-            load_tokenizer(tokenizer or target),
-            longest_sequence(model.config) or sys.maxsize,
-        )
+        longest = longest_sequence(model.config) or sys.maxsize
+        return model, load_tokenizer(tokenizer or target), longest
     saved = find_saved(target)
     loaded = saved.tokenizer(tokenizer)
     adapter = saved.adapter()
-    theirs = getattr(transformers, adapter.transformers_class)
-    config = theirs.config_class(**hf_config(adapter, loaded, "float32"))
-    model = theirs.from_pretrained(None, config=config, state_dict=hf_weights(saved))
-    return model, loaded, adapter.model_args.max_seq_len
+    model_class = getattr(transformers, adapter.transformers_class)
+    config = model_class.config_class(**hf_config(adapter, loaded, "float32"))
+    model = model_class.from_pretrained(
+        None, config=config, state_dict=hf_weights(saved)
+    )
+    longest = adapter.model_args.max_seq_len
+    return model, loaded, longest
 
 
 def generate(options: GenerateOptions) -> str:
-    """Return a prompt and its continuation up to EOS, ``max_new_tokens``, or the
-    sequence length of training.
+    """Return the prompt with its continuation, as text.
+
+    The continuation ends with EOS, after ``max_new_tokens``, or at the sequence length
+    of training. Raises ConfigError if the prompt is as long as that.
     """
     from transformers import GenerationConfig
 
     check_least(options, max_new_tokens=1, temperature=0, top_k=0)
     model, loaded, longest = _load(options.target, options.tokenizer)
-    begin = [] if loaded.bos_id is None else [loaded.bos_id]
-    end = [] if loaded.eos_id is None else [loaded.eos_id]
-    ids = begin + loaded.plain(options.prompt) or end
+    ids = loaded.plain(options.prompt)
+    if loaded.bos_id is not None:
+        ids = [loaded.bos_id, *ids]
+    elif not ids and loaded.eos_id is not None:
+        ids = [loaded.eos_id]  # an empty prompt: EOS separates documents
     if len(ids) >= longest:
         raise ConfigError(
             f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of "
@@ -60,8 +66,8 @@ def generate(options: GenerateOptions) -> str:
     sampling: dict[str, Any] = {}
     if options.temperature:
         sampling = {"temperature": options.temperature, "top_k": options.top_k}
-    # The embedding may have more rows than the tokenizer has tokens: do not sample
-    # these rows.
+    # Embeddings may have more rows than the tokenizer has tokens. The additional ids are
+    # not sampled.
     beyond = list(range(loaded.get_vocab_size(), model.config.vocab_size))
     settings = GenerationConfig(
         max_new_tokens=min(options.max_new_tokens, longest - len(ids)),
@@ -71,7 +77,7 @@ def generate(options: GenerateOptions) -> str:
         do_sample=bool(sampling),
         **sampling,
     )
-    # a folder's own would fill in what is not set above
+    # The folder's generation config would fill in settings that are not set above.
     model.generation_config = GenerationConfig()
     inputs = torch.tensor([ids])
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,4 @@
-"""This module lists what is in a run's checkpoint folder, and verifies it.
-
-No model is loaded.
-"""
+"""Lists and verifies the folders of a run's checkpoints without loading a model."""
 
 import json
 import os
@@ -30,25 +27,26 @@ from titan_disp.text import byte_size
 
 
 @dataclass(frozen=True)
-class Found:
-    """Represent one folder among a run's checkpoints."""
+class CheckpointFolder:
+    """One folder among a run's checkpoints."""
 
     name: str
     step: int
-    modified: float  # when its save ended, in seconds since the epoch
-    size: int  # bytes of all its files
-    damaged: bool  # whether it counts as a checkpoint but is not what was saved
-    state: str  # in words
+    modified: float  # time when the save ended, in seconds since the epoch
+    size: int  # bytes of all files
+    damaged: bool  # whether a complete save no longer has the content that was saved
+    state: str  # description for people
 
     def line(self) -> str:
         date = datetime.fromtimestamp(self.modified).strftime("%Y-%m-%d %H:%M:%S")
         return f"{self.name:14} {date} {byte_size(self.size):>12}  {self.state}"
 
 
-def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
-    """Yield the folders of all checkpoints, or those of one step, sorted by step.
+def inventory(run: str | Path, step: int | None = None) -> Iterator[CheckpointFolder]:
+    """Yield the folders of all checkpoints, or of those of one step, sorted by step.
 
-    Each is verified in its turn.
+    Each folder is verified just before it is yielded. Raises ConfigError if ``run`` is
+    not a run's folder, or if it has no checkpoint of this step.
     """
     run = Path(run)
     with reported(
@@ -88,7 +86,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
                     state = f"moved aside as damaged: {reason}"
         except FileNotFoundError:
             continue  # the run has deleted it in the meantime
-        yield Found(
+        yield CheckpointFolder(
             name=name,
             step=steps[name],
             modified=modified,
@@ -99,14 +97,16 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[Found]:
 
 
 def verify(folder: str | Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None: first ``problem``, then
-    ``damage`` with a progress bar. Raises OSError if a file cannot be read.
+    """Return what is wrong with a checkpoint, or None, with a progress bar.
+
+    ``problem`` is called first, and then ``damage``, which reads all files. Raises
+    OSError if a file cannot be read.
     """
     folder = Path(folder)
     if reason := problem(folder):
         return reason
     size = None
-    with suppress(OSError, ValueError):  # ``damage`` says what is wrong
+    with suppress(OSError, ValueError):  # ``damage`` reports these errors
         size = sum((folder / name).stat().st_size for name in read_hashes(folder) or {})
     with progress(f"verifying {folder.name}", "B", total=size) as bar:
         return damage(folder, read=bar.update)
@@ -115,7 +115,7 @@ def verify(folder: str | Path) -> str | None:
 def _state(path: Path) -> tuple[bool, str]:
     """Return (damaged, description) of a folder step-N.
 
-    Raises FileNotFoundError if the run deletes it in the meantime.
+    Raises FileNotFoundError if the run deletes the folder in the meantime.
     """
     if (path / METADATA).exists():
         try:
@@ -126,9 +126,12 @@ def _state(path: Path) -> tuple[bool, str]:
             raise FileNotFoundError(path)
         if reason is not None:
             return True, f"damaged: {reason}"
-        state = "complete, the model only" if is_model_only(path) else "complete"
-        verified = "verified" if has_hashes(path) else "without hashes: not verified"
-        return False, f"{state}, {verified}"
+        state = "complete"
+        if is_model_only(path):
+            state = "complete, the model only"
+        if has_hashes(path):
+            return False, f"{state}, verified"
+        return False, f"{state}, without hashes: not verified"
     if (path / INDEX).exists():
         if reason := _hugging_face_problem(path):
             return True, f"damaged: {reason}"
@@ -137,11 +140,11 @@ def _state(path: Path) -> tuple[bool, str]:
 
 
 def _hugging_face_problem(path: Path) -> str | None:
+    """Return what is wrong with the safetensors files of a checkpoint, or None."""
     try:
-        for name in sorted(
-            set(json.loads((path / INDEX).read_text())["weight_map"].values())
-        ):
-            # This reads the header and checks the length
+        weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+        for name in sorted(set(weight_map.values())):
+            # Opening a file reads its header and checks its length.
             with safe_open(path / name, "numpy"):
                 pass
     except Exception as error:  # safetensors raises a type of its own
@@ -150,8 +153,8 @@ def _hugging_face_problem(path: Path) -> str | None:
 
 
 def _size(path: Path) -> tuple[float, int]:
-    """Return when the save ended, in seconds since the epoch, and the bytes of all
-    files.
+    """Return the time when the save ended, in seconds since the epoch, and the bytes of
+    all files.
     """
     files = [file for file in path.rglob("*") if file.is_file()]
     ends = [file for file in (path / METADATA, path / INDEX) if file.exists()] or [path]

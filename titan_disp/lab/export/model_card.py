@@ -1,4 +1,4 @@
-"""The README.md of an exported model is written from the files of its run."""
+"""The README.md (model card) of an exported model, written from the files of its run."""
 
 import contextlib
 import math
@@ -22,20 +22,28 @@ from titan_disp.tables import written_out
 from titan_disp.templates import templates
 from titan_disp.text import byte_size
 
-SHOWN_FILES = 4  # up to so many files are listed; otherwise the first and the last one
-SHOWN = ("python", "titan-disp", "torch", "torchtitan", "tokenizers", "sentencepiece")
+SHOWN_FILES = 4  # of more files, only the first and the last one are named
+SHOWN_PACKAGES = (
+    "python",
+    "titan-disp",
+    "torch",
+    "torchtitan",
+    "tokenizers",
+    "sentencepiece",
+)
 
 
 def _files(saved: SavedModel) -> list[tuple[str, int]]:
-    """Return name and bytes of every file of training data, from the checkpoint or else
-    from this disk, if possible.
+    """Return (name, bytes) of each file of the training data, or [] if unknown.
+
+    The checkpoint records them. Otherwise they are listed on this disk.
     """
     training = saved.config["training"]
     if not saved.in_hf_format:
         with contextlib.suppress(CheckpointError):
-            known, _ = read_data_state(str(saved.folder))
-            if "files" in known:
-                return [(name, size) for name, size in known["files"]]
+            state, _ = read_data_state(str(saved.folder))
+            if "files" in state:
+                return [(name, size) for name, size in state["files"]]
     if training["dataset_path"]:
         with contextlib.suppress(ConfigError):
             return [
@@ -48,7 +56,7 @@ def _files(saved: SavedModel) -> list[tuple[str, int]]:
 def _data(saved: SavedModel) -> str:
     """Return the files of the data and their origin, as text.
 
-    Only the last part of a path makes sense elsewhere.
+    Only the last part of a path is given, because the others mean nothing elsewhere.
     """
     files = _files(saved)
     if sources := saved.config["stream"]["sources"]:
@@ -78,21 +86,21 @@ def _data(saved: SavedModel) -> str:
 
 
 def _listed(files: Sequence[tuple[str, int]]) -> str:
-    """Return the number, size and names of files, as text.
+    """Return the number, total size and names of files, as text.
 
-    Of many files, only the first and the last are named.
+    Of more than ``SHOWN_FILES``, only the first and the last one are named.
     """
     names = [f"`{name}`" for name, _ in files]
-    shown = ", ".join(names)
+    listed_names = ", ".join(names)
     if len(names) > SHOWN_FILES:
-        shown = f"{names[0]} to {names[-1]}"
+        listed_names = f"{names[0]} to {names[-1]}"
     size = byte_size(sum(size for _, size in files))
-    return f"{counted(len(files), 'file')}, {size}: {shown}"
+    return f"{counted(len(files), 'file')}, {size}: {listed_names}"
 
 
 def _condensation(measured: Mapping[str, Any]) -> str:
-    """Return the output of ``Measurement.to_json`` as text."""
-    # None stands for a number that is not finite
+    """Return a description of ``measured``, the output of ``Measurement.to_json``."""
+    # None stands for a number that is not finite.
     cosines = np.array(measured["mean_cosine"], dtype=np.float64)
     blocks = cosines[1:-1]
     text = (
@@ -134,7 +142,7 @@ def _baseline(section: dict[str, Any]) -> str:
 
 
 def _newest(rows: dict[int, Any], last_step: int) -> tuple[int, Any] | None:
-    """Return the last (step, row) up to a step, or None."""
+    """Return the newest (step, row) with a step of at most ``last_step``, or None."""
     steps = [step for step in rows if step <= last_step]
     if not steps:
         return None
@@ -142,7 +150,7 @@ def _newest(rows: dict[int, Any], last_step: int) -> tuple[int, Any] | None:
 
 
 def _hub_id(dataset: str) -> str | None:
-    """Return the id on the hub of ``training.dataset`` or of a source's, if any."""
+    """Return the id on the hub of a ``dataset`` of the config, or None if it has none."""
     if dataset.startswith("c4"):
         return "allenai/c4"
     if dataset.startswith("hf:"):
@@ -151,9 +159,9 @@ def _hub_id(dataset: str) -> str | None:
 
 
 def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
-    """Return the card's head in YAML, as huggingface_hub reads it.
+    """Return the YAML head of the card, which the Hugging Face hub reads.
 
-    ``cross_entropy`` is that of held-out text, or None.
+    ``cross_entropy`` is that of held-out text, or None if it was not measured.
     """
     config = saved.config
     training = config["training"]
@@ -161,26 +169,27 @@ def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
     ids = [_hub_id(source["dataset"]) for source in sources]
     results = None
     if cross_entropy is not None:
-        name = ids[0] or training["dataset_path"] or training["dataset"]
+        dataset = ids[0] or training["dataset_path"] or training["dataset"]
         result = EvalResult(
             task_type="text-generation",
             dataset_type=ids[0] or "text",
-            dataset_name=Path(name).name,
+            dataset_name=Path(dataset).name,
             metric_type="cross_entropy",
             metric_name="cross-entropy of held-out text",
             metric_value=round(cross_entropy, 4),
         )
         results = [result]
+    base_model = None
+    if config["checkpoint"]["initial_load_in_hf"]:
+        base_model = _start(config)
     data = ModelCardData(
-        # Other data sets do not say their language.
+        # The language of other data sets is unknown.
         language="en" if set(ids) == {"allenai/c4"} else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["dispersion-loss", "titan-disp"],
         datasets=sorted(set(filter(None, ids))) or None,
-        base_model=_start(config)
-        if config["checkpoint"]["initial_load_in_hf"]
-        else None,
+        base_model=base_model,
         model_name=name,
         eval_results=results,
     )
@@ -188,7 +197,7 @@ def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
 
 
 def _start(config: Mapping[str, Any]) -> str:
-    """Return the name of the folder of initial weights."""
+    """Return the name of the folder that initial weights are loaded from."""
     path = (
         config["checkpoint"]["initial_load_path"] or config["model"]["hf_assets_path"]
     )
@@ -198,12 +207,14 @@ def _start(config: Mapping[str, Any]) -> str:
 def _cross_entropy(
     validated: tuple[int, Any] | None, measured: tuple[int, Any] | None
 ) -> float | None:
-    """Return the newest loss of TorchTitan's validation, or else that of the measured
-    text.
+    """Return the cross-entropy of TorchTitan's validation, or else of the condensation
+    measurement, or None.
     """
     if validated is not None:
         return validated[1]
-    return None if measured is None else measured[1]["cross_entropy"]
+    if measured is not None:
+        return measured[1]["cross_entropy"]
+    return None
 
 
 def model_card(
@@ -242,6 +253,6 @@ def model_card(
         validated=validated,
         measured=measured,
         metadata=_metadata(saved, name, _cross_entropy(validated, measured)),
-        versions=[f"{p} {packages[p]}" for p in SHOWN if packages.get(p)],
+        versions=[f"{p} {packages[p]}" for p in SHOWN_PACKAGES if packages.get(p)],
         environment=environment,
     )

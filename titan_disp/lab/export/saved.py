@@ -1,8 +1,5 @@
-"""A run's saved models are loaded on a CPU, from checkpoints of any mesh and without
-the optimizer.
-
-Causal language models of Hugging Face folders are loaded as well; incomplete ones are
-rejected.
+"""Loads models on a CPU: from a run's checkpoints, of any mesh and without the
+optimizer, and from Hugging Face folders.
 """
 
 import re
@@ -36,7 +33,7 @@ class SavedModel:
     run: Path  # job.dump_folder
     step: int
     folder: Path
-    config: dict[str, Any]  # the resolved one, from config.json
+    config: dict[str, Any]  # the resolved config, from config.json
 
     @property
     def name(self) -> str:
@@ -64,20 +61,24 @@ class SavedModel:
 
     @property
     def flavor(self) -> str:
-        """The flavor and its overrides, for people."""
+        """The flavor and its overrides, as text."""
         return text_of_flavor(
             self.config["model"]["flavor"], self.config["model"]["overrides"]
         )
 
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
-        """Return ``override`` or ``model.hf_assets_path``, which may be relative to the
-        folder where the run started. That folder is the current one, the run's, or one
-        above it.
+        """Return the folder of the tokenizer: ``override`` or ``model.hf_assets_path``.
+
+        A relative ``model.hf_assets_path`` is tried from the current folder, the run's
+        folder and those above it, one of which is usually the folder where the run was
+        started. Raises ConfigError if the folder does not exist.
         """
         folder = Path(override or self.config["model"]["hf_assets_path"])
         run = self.run.resolve()
-        candidates = [folder, *(start / folder for start in (run, *run.parents))]
-        for candidate in candidates[:1] if override else candidates:
+        candidates = [folder]
+        if not override:
+            candidates += [start / folder for start in (run, *run.parents)]
+        for candidate in candidates:
             if candidate.is_dir():
                 return candidate
         raise ConfigError(
@@ -87,10 +88,11 @@ class SavedModel:
         )
 
     def tokenizer(self, override: str | Path | None = None) -> AnyTokenizer:
-        """Load the tokenizer that the run trained with, which must fit into the model's
-        vocabulary.
+        """Return the tokenizer that the run trained with, or that of the folder
+        ``override``.
 
-        Its EOS is the run's separator, or the tokenizer's own if the run had none.
+        Its EOS is the run's separator, or the tokenizer's own EOS if the run had no
+        separator. Raises ConfigError if it does not fit the model's vocabulary.
         """
         folder = self.tokenizer_folder(override)
         separator = self.config["stream"].get("separator", "")  # not in older runs
@@ -98,71 +100,74 @@ class SavedModel:
         args = self.model_args()
         advice = "it is not the tokenizer of this run"
         check_fits(
-            tokenizer.get_vocab_size(), folder, args.vocab_size, self.name, advice
+            tokenizer.get_vocab_size(),
+            folder,
+            args.vocab_size,
+            model=self.name,
+            advice=advice,
         )
         return tokenizer
 
 
 def saved_models(run: str | Path) -> list[SavedModel]:
-    """Return all complete checkpoints of a run, by ascending step, with step 0
-    (``checkpoint.create_seed_checkpoint``).
+    """Return all complete checkpoints of a run, at least one, by ascending step.
 
-    There is at least one: otherwise, and for a path that is not a run's folder,
-    ConfigError is raised.
+    Step 0 (``checkpoint.create_seed_checkpoint``) is included. Raises ConfigError if
+    there is no checkpoint, or ``run`` is not a run's folder.
     """
     run = Path(run)
     if not is_run(run):
-        what = (
-            "does not exist"
-            if not run.exists()
-            else "is not a run's folder (with config.json and metrics.jsonl)"
-        )
+        problem = "does not exist"
+        if run.exists():
+            problem = "is not a run's folder (with config.json and metrics.jsonl)"
         raise ConfigError(
-            f"{str(run)!r} {what}; expected a run's job.dump_folder, or RUN/STEP for "
-            "a checkpoint"
+            f"{str(run)!r} {problem}; expected a run's job.dump_folder, or RUN/STEP "
+            "for a checkpoint"
         )
     config = read_config(run)
     if (name := config.get("model", {}).get("name")) not in MODELS:
-        known = " or ".join(MODELS)
-        raise ConfigError(f"{str(run)!r} trained the model {name!r}, expected {known}")
+        expected = " or ".join(MODELS)
+        raise ConfigError(
+            f"{str(run)!r} trained the model {name!r}, expected {expected}"
+        )
     folder = run / config["checkpoint"]["folder"]
     steps = checkpoints(folder, hugging_face=True)
-    found = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
-    if not found:
+    saved = [SavedModel(run, step, folder / f"step-{step}", config) for step in steps]
+    if not saved:
         raise ConfigError(
             f"{str(folder)!r} holds no complete checkpoint: wait for one, or set "
             "checkpoint.enable"
         )
-    return found
+    return saved
 
 
 def find_saved(target: str | Path) -> SavedModel:
-    """Find the checkpoint named ``RUN`` (its newest), ``RUN/300``, ``RUN/step-300`` or
-    ``RUN/checkpoint/step-300``.
+    """Return the checkpoint that ``target`` names: ``RUN/300``, ``RUN/step-300`` or
+    ``RUN/checkpoint/step-300``, or ``RUN`` for the newest one.
+
+    Raises ConfigError if the run or the step does not exist.
     """
     path = Path(target)
     matched = re.fullmatch(r"(?:step-)?(\d+)", path.name)
     if is_run(path) or not matched:
         return saved_models(path)[-1]
     run = next((p for p in (path.parent, path.parent.parent) if is_run(p)), path.parent)
-    every = saved_models(run)
+    by_step = {saved.step: saved for saved in saved_models(run)}
     step = int(matched.group(1))
-    for saved in every:
-        if saved.step == step:
-            return saved
-    raise ConfigError(
-        f"{str(run)!r} has no checkpoint of step {step}; it has "
-        f"{', '.join(str(s.step) for s in every)}"
-    )
+    if step not in by_step:
+        raise ConfigError(
+            f"{str(run)!r} has no checkpoint of step {step}; it has "
+            f"{', '.join(map(str, by_step))}"
+        )
+    return by_step[step]
 
 
 def load_weights(saved: SavedModel) -> dict[str, torch.Tensor]:
-    """Load the weights under the model's names, in float32 on the CPU.
+    """Return the weights by the model's names, in float32 on the CPU.
 
-    A tied ``output.weight`` is left out.
-
-    Raises CheckpointError, or ConfigError for safetensors, if the checkpoint is
-    damaged, or its model is not the config's.
+    A tied ``output.weight`` is left out. Raises CheckpointError, or ConfigError for
+    safetensors, if the checkpoint is damaged or holds another model than the config
+    describes.
     """
     if saved.in_hf_format:
         weights = _load_hugging_face(saved)
@@ -199,7 +204,8 @@ def _load_dcp(saved: SavedModel) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             "config.json of the run does not belong to the checkpoint "
             f"{str(saved.folder)!r}: {'; '.join(changed)}. A later start with another "
-            "config wrote it: restore model.flavor and model.overrides in it"
+            "config has replaced config.json: restore model.flavor and model.overrides "
+            "in it"
         )
     in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
@@ -217,7 +223,8 @@ def _load_dcp(saved: SavedModel) -> dict[str, torch.Tensor]:
         weights[name] = torch.empty(like.shape, dtype=torch.float32)
     try:
         safe_dcp.load(weights, saved.folder, no_dist=True)
-    except (Exception, CheckpointException) as error:  # the second is no Exception
+    # CheckpointException derives from BaseException, not from Exception
+    except (Exception, CheckpointException) as error:
         reason = " ".join(str(error).split())[-400:]
         raise CheckpointError(
             f"the checkpoint {str(saved.folder)!r} cannot be read: {reason}"
@@ -226,13 +233,16 @@ def _load_dcp(saved: SavedModel) -> dict[str, torch.Tensor]:
 
 
 def load_model(saved: SavedModel) -> DispModel:
-    """Load the model in float32 on the CPU, in eval mode."""
+    """Return the model in float32 on the CPU, in eval mode.
+
+    Raises the errors of ``load_weights``.
+    """
     with torch.device("meta"):
         model = saved.entry.model_cls(saved.model_args())
     model.to_empty(device="cpu")
     model.tie_weights()
     model.init_buffers(torch.device("cpu"))
-    # a tied output.weight is not among them
+    # not strict: the weights lack a tied output.weight
     model.load_state_dict(load_weights(saved), strict=False)
     return model.eval()
 
@@ -243,16 +253,17 @@ def load_causal_lm(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load ``AutoModelForCausalLM`` from a local folder, in eval mode.
+    """Return the ``AutoModelForCausalLM`` of a local folder, in eval mode.
+
+    Raises ConfigError if the model cannot be loaded, or if weights are missing, which
+    transformers would initialize randomly.
 
     Args:
-        dtype: "float32", "bfloat16", "float16", or "auto" for the saved one.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype of the files.
         device_map: "auto" spreads the blocks over all GPUs (accelerate); None loads the
             model on the CPU.
         trust_remote_code: whether Python files of the folder may run if transformers
             does not know the model.
-
-    Missing weights are a ConfigError. transformers would initialize them randomly.
     """
     from transformers import AutoModelForCausalLM  # the import takes seconds
 
@@ -275,15 +286,13 @@ def load_causal_lm(
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the number of a transformers model's positions, or None if its config has
-    none.
+    """Return the tokens in the longest sequence of a transformers model, or None if its
+    config has no ``max_position_embeddings``.
 
-    An exported GPT-2 may have more positions than training's sequences had tokens; then
-    it is the latter.
+    For an exported GPT-2, it is the sequence length of training, which may be smaller
+    than the number of positions.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)
-    return (
-        positions
-        if positions is None
-        else min(positions, getattr(config, "trained_seq_len", positions))
-    )
+    if positions is None:
+        return None
+    return min(positions, getattr(config, "trained_seq_len", positions))

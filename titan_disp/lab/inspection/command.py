@@ -1,5 +1,5 @@
-"""``titan-disp condensation`` measures trained models, layer by layer on the same text,
-and writes numbers and pictures.
+"""``titan-disp condensation`` measures the condensation of trained models by layer, on the
+same text, and writes numbers and pictures.
 """
 
 import re
@@ -38,44 +38,44 @@ from titan_disp.text import csv_text, markdown_table, number
 
 @dataclass(frozen=True)
 class Measured:
-    """A model, the number of its parameters (a tied embedding counts once), and its
-    measurement.
-    """
+    """A model and its measurement."""
 
     target: targets.Target
-    parameters: int
+    parameters: int  # a tied embedding counts once
     condensation: Measurement
-    padded: np.ndarray | None = None  # of ``PaddedCosines``, with --pad
+    padded: np.ndarray | None = None  # ``PaddedCosines.result``, with --pad
 
 
 def write_metrics(
-    out: Path, found: Mapping[str, Measured], settings: Mapping[str, Any]
+    out: Path, measured: Mapping[str, Measured], settings: Mapping[str, Any]
 ) -> list[str]:
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for
-    each layer of each target.
+    each layer of each model, and return the names of the files.
 
-    Both files name the layers. They give ρ and τ over depth for the sets of layers in
-    ``PLACES``. The names of the files are returned.
+    Both files have the names of the layers, and ρ and τ with depth for the sets of
+    layers in ``PLACES``.
     """
     content = []
     rows = []
-    for name, one in found.items():
-        told = one.condensation.to_json()
-        by_layer = one.condensation.by_layer()
-        target = {
-            "name": name,
-            "folder": str(one.target.folder),
-            "step": one.target.step,
-        }
-        target |= {"revision": one.target.revision, "parameters": one.parameters}
+    for name, model in measured.items():
+        numbers_of_model = model.condensation.to_json()
+        by_layer = model.condensation.by_layer()
         content.append(
-            {**target, **told, "mean_cosine_of_last": one.condensation.of_last_layers()}
+            {
+                "name": name,
+                "folder": str(model.target.folder),
+                "step": model.target.step,
+                "revision": model.target.revision,
+                "parameters": model.parameters,
+                **numbers_of_model,
+                "mean_cosine_of_last": model.condensation.of_last_layers(),
+            }
         )
         correlations = {}
         for place in PLACES:
-            for rank, value in told[place].items():
+            for rank, value in numbers_of_model[place].items():
                 correlations[f"{rank}_{place}"] = value
-        for layer, layer_name in enumerate(told["layers"]):
+        for layer, layer_name in enumerate(numbers_of_model["layers"]):
             numbers = {key: values[layer] for key, values in by_layer.items()}
             rows.append(
                 {
@@ -95,31 +95,30 @@ def write_metrics(
 
 def write_figures(
     out: Path,
-    found: Mapping[str, Measured],
+    measured: Mapping[str, Measured],
     families: Mapping[str, Sequence[str]],
     pairs: Sequence[tuple[str, str]],
     formats: Sequence[str],
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
-    These are two heatmaps of each target, all targets' heatmaps of a kind side by side,
-    mean cosines, ρ and τ. Several steps of a run or revisions of a model are drawn over
-    training, families by size, and pairs side by side.
+    There are two heatmaps for each model, the pooled and the averaged heatmaps of all
+    models side by side, mean cosines, ρ and τ. Steps of a run or revisions of a model
+    are drawn over training, families by size, and pairs beside each other.
     """
-    measured = {name: one.condensation for name, one in found.items()}
-    averaged = {name: plots.averaged(one) for name, one in measured.items()}
-    both = {
-        name: {plots.POOLED: one, plots.AVERAGED: averaged[name]}
-        for name, one in measured.items()
-    }
+    measurements = {name: model.condensation for name, model in measured.items()}
+    averaged = {name: plots.averaged(m) for name, m in measurements.items()}
     figures = {
-        f"heatmap-{name}": plots.side_by_side(two, name) for name, two in both.items()
+        f"heatmap-{name}": plots.side_by_side(
+            {plots.POOLED: measurement, plots.AVERAGED: averaged[name]}, name
+        )
+        for name, measurement in measurements.items()
     }
-    figures["side_by_side_pooled"] = plots.side_by_side(measured, plots.POOLED)
+    figures["side_by_side_pooled"] = plots.side_by_side(measurements, plots.POOLED)
     figures["side_by_side_averaged"] = plots.side_by_side(averaged, plots.AVERAGED)
-    figures["mean_cosine"] = plots.mean_cosine_by_layer(measured)
-    figures["depth"] = plots.depth_bars(measured)
-    over_training = _over_training(found)
+    figures["mean_cosine"] = plots.mean_cosine_by_layer(measurements)
+    figures["depth"] = plots.depth_bars(measurements)
+    over_training = _over_training(measured)
     by_step = {
         name: group
         for name, group in over_training.items()
@@ -131,7 +130,8 @@ def write_figures(
         figures["over_steps"] = plots.over_steps(by_step)
     if families:
         sizes = {
-            name: (one.parameters, one.condensation) for name, one in found.items()
+            name: (model.parameters, model.condensation)
+            for name, model in measured.items()
         }
         by_family = {
             family: {name: sizes[name] for name in members}
@@ -140,45 +140,52 @@ def write_figures(
         figures["by_size"] = plots.by_size(by_family)
     if pairs:
         figures["pairs"] = plots.pairs(
-            [((a, measured[a]), (b, measured[b])) for a, b in pairs]
+            [((a, measurements[a]), (b, measurements[b])) for a, b in pairs]
         )
-    names = [f"{name}.{suffix}" for name in figures for suffix in formats]
-    for name in names:
-        figures[name.rpartition(".")[0]].savefig(out / name, dpi=150)
-    return names
+    files = []
+    for name, figure in figures.items():
+        for suffix in formats:
+            files.append(f"{name}.{suffix}")
+            figure.savefig(out / files[-1], dpi=150)
+    return files
 
 
-def _over_training(found: Mapping[str, Measured]) -> dict[str, dict[Any, Measurement]]:
-    """Group the measurements of several steps of a run, or revisions of a model, by
-    ascending step.
+def _over_training(
+    measured: Mapping[str, Measured],
+) -> dict[str, dict[Any, Measurement]]:
+    """Return the measurements of runs or models with several steps or revisions.
 
-    Revisions that do not name steps are grouped by their names, in the given order.
+    They are by the name of the run or model, and then by step, ascending. If revisions
+    do not name unique steps, they are by the name of the revision, in order.
     """
-    several: dict[str, list[Measured]] = defaultdict(list)
-    for name, one in found.items():
-        if end := targets.end_of_name(one.target):
-            several[name.removesuffix(end)].append(one)
+    members: dict[str, list[Measured]] = defaultdict(list)
+    for name, model in measured.items():
+        if end := targets.end_of_name(model.target):
+            members[name.removesuffix(end)].append(model)
     groups: dict[str, dict[Any, Measurement]] = {}
-    for name, many in several.items():
-        by_step = {step_of(one.target): one.condensation for one in many}
-        if None not in by_step and len(by_step) == len(many):
+    for name, models in members.items():
+        by_step = {step_of(model.target): model.condensation for model in models}
+        if None not in by_step and len(by_step) == len(models):
             groups[name] = dict(sorted(by_step.items()))
         else:
-            groups[name] = {str(one.target.revision): one.condensation for one in many}
+            groups[name] = {
+                str(model.target.revision): model.condensation for model in models
+            }
     return {name: group for name, group in groups.items() if len(group) > 1}
 
 
 def step_of(target: targets.Target) -> int | None:
-    """Return the step of a checkpoint or revision, such as step1000 (Pythia) or
-    stage1-step140000-tokens294B (OLMo).
+    """Return the step of a checkpoint, or the step that a revision names, such as
+    step1000 (Pythia) or stage1-step140000-tokens294B (OLMo); None if there is none.
     """
-    matched = re.search(r"step[-_]?(\d+)", target.revision or "")
-    return int(matched[1]) if matched else target.step
+    if matched := re.search(r"step[-_]?(\d+)", target.revision or ""):
+        return int(matched[1])
+    return target.step
 
 
-def table(found: Mapping[str, Measurement], last_n: int) -> str:
-    """Render a table of mean cosines, and one of their ρ and τ with depth and of the
-    last block's covariance.
+def table(measurements: Mapping[str, Measurement], last_n: int) -> str:
+    """Return two Markdown tables: mean cosines, and their ρ and τ with depth beside
+    statistics of the last block's covariance.
     """
     headings = [
         "embedding",
@@ -192,32 +199,31 @@ def table(found: Mapping[str, Measurement], last_n: int) -> str:
     ]
     cosines = [["mean cosine", *headings]]
     numbers = [["", *(f"ρ, τ, range: {place}" for place in PLACES), *OF_COVARIANCE]]
-    for name, one in found.items():
-        mean = one.mean_cosine
-        last = one.last_block
-        before = one.untrained_mean_cosine
-        shown = [
+    for name, measurement in measurements.items():
+        mean = measurement.mean_cosine
+        last = measurement.last_block
+        untrained = None
+        if measurement.untrained_mean_cosine is not None:
+            untrained = measurement.untrained_mean_cosine[last]
+        logits = None
+        if measurement.logits:
+            logits = mean[-1]
+        cells = [
             *mean[[0, (last + 1) // 2, last]],
-            None if before is None else before[last],
+            untrained,
             mean[last + 1],
+            measurement.of_last_layers()[:last_n][-1],
+            logits,
+            1 / measurement.tokens,
         ]
-        shown += [
-            one.of_last_layers()[:last_n][-1],
-            mean[-1] if one.logits else None,
-            1 / one.tokens,
-        ]
-        cosines.append([name, *(number(cosine, 3) for cosine in shown)])
+        cosines.append([name, *(number(cosine, 3) for cosine in cells)])
         ranks = [
             " ".join(number(cell, 3) for cell in (at.spearman, at.kendall, at.range))
-            for at in one.over_depth.values()
+            for at in measurement.over_depth.values()
         ]
-        numbers.append(
-            [
-                name,
-                *ranks,
-                *(number(one.by_layer()[key][last], 3) for key in OF_COVARIANCE),
-            ]
-        )
+        by_layer = measurement.by_layer()
+        of_covariance = [number(by_layer[key][last], 3) for key in OF_COVARIANCE]
+        numbers.append([name, *ranks, *of_covariance])
     return f"{markdown_table(cosines, 1)}\n\n{markdown_table(numbers, 1)}"
 
 
@@ -229,16 +235,18 @@ def measure(
     options: CondensationOptions,
     padded: PaddedCosines | None = None,
 ) -> Measurement:
-    """Measure every layer of one model on [count, length] token ids.
+    """Return the measurement of all layers of a model on [count, length] token ids.
 
-    ``name`` is for messages and a progress bar. ``padded`` gets all layers but the
-    logits.
+    ``name`` is used in messages and the progress bar. All layers except the logits are
+    added to ``padded``. Raises ConfigError if an activation is not finite.
     """
     logits = options.logits
     pooled = Accumulator(layers.layer_count + logits, layers.device)
     averaged = AveragedCosines()
     covariance = Covariance()
-    root = targets.logits_root(layers.head) if logits else None
+    root = None
+    if logits:
+        root = targets.logits_root(layers.head)
 
     def take_in(layer: int, z: Tensor) -> None:
         if not z.isfinite().all():
@@ -260,16 +268,15 @@ def measure(
         for batch in tokens.split(options.batch_size):
             layers(batch, take_in)
             bar.update(len(batch))
-    found = pooled.result(tokens.shape[1])
-    features = [
-        *[found.features] * layers.layer_count,
-        *([layers.head.out_features] if logits else []),
-    ]
+    measurement = pooled.result(tokens.shape[1])
+    features = [measurement.features] * layers.layer_count
+    if logits:
+        features.append(layers.head.out_features)
     numbers = np.array(
         [covariance.result(layer, f, options.zeta) for layer, f in enumerate(features)]
     ).T
     return replace(
-        found,
+        measurement,
         averaged_histogram=averaged.histogram(),
         covariance=numbers,
         logits=logits,
@@ -277,17 +284,16 @@ def measure(
 
 
 def condensation(options: CondensationOptions) -> dict[str, Measurement]:
-    """Measure models on a random sample of a text, and write numbers and pictures to
-    ``options.out``.
+    """Measure models on a random sample of a text, write numbers and pictures to
+    ``options.out``, and return the measurements by the names of the models.
 
-    All models read sequences of the same length, which is limited by the model with the
-    fewest positions. The length matters: the mean over all N² pairs of tokens includes
-    the N pairs of a token with itself. Files of the same names in ``out`` are
-    overwritten. Returns the measurements by target.
+    All models read sequences of the same length, at most that of the model with the
+    fewest positions. The length matters, because the mean over all N² pairs of tokens
+    includes the N pairs of a token with itself. Existing files of the same names are
+    overwritten.
 
-    Raises ConfigError, and CheckpointError if the weights of a run cannot be read.
-    Errors of weights may come after the first measurement; all other errors come before
-    it.
+    Raises ConfigError, or CheckpointError if the weights of a run cannot be read. Only
+    errors about weights and activations may come after the first measurement.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
     plots.picture_formats(options.format)
@@ -317,7 +323,7 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
         for base, other in pairs
     ]
     files = _write(measured, by_family, by_pair, options)
-    measurements = {name: one.condensation for name, one in measured.items()}
+    measurements = {name: model.condensation for name, model in measured.items()}
     print(table(measurements, options.last_n))
     print(f"{options.out}: {', '.join(files)}")
     return measurements
@@ -325,7 +331,7 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
 
 def _device(name: str) -> targets.Device:
     if name != "auto":
-        return targets.find_device(name, torch.float64)  # of the cosines
+        return targets.find_device(name, torch.float64)  # the dtype of the cosines
     if find_spec("accelerate") is None:
         raise ConfigError(
             "--device auto needs accelerate, which spreads a model over the GPUs: pip "
@@ -337,7 +343,7 @@ def _device(name: str) -> targets.Device:
 def _samples(
     models: Mapping[str, targets.Target], options: CondensationOptions
 ) -> dict[str, Tensor]:
-    """Return each model's token ids, [count, length], of one length for all."""
+    """Return each model's token ids, [count, length] with the same length for all."""
 
     def positions(name: str) -> int:
         return models[name].max_tokens or sys.maxsize
@@ -367,16 +373,22 @@ def _measure_all(
     device: targets.Device,
     options: CondensationOptions,
 ) -> dict[str, Measured]:
-    """Measure one model after another, and save each measurement."""
+    """Return all models with their measurements, each of which is also saved."""
     measured: dict[str, Measured] = {}
-    # mean cosines by run or model: its steps or revisions share them
+    # mean cosines before training, which all steps or revisions of a model share
     untrained: dict[Path, np.ndarray] = {}
     for name, target in models.items():
         layers = target.load(device, options.dtype)
         padded = None
         if options.pad is not None:
             padded = PaddedCosines(options.pad, options.seed)
-        measurement = measure(name, layers, samples[name], options, padded)
+        measurement = measure(
+            name=name,
+            layers=layers,
+            tokens=samples[name],
+            options=options,
+            padded=padded,
+        )
         batch = samples[name][: options.batch_size]
         if not options.skip_untrained and target.path not in untrained:
             layers.untrain(options.seed)
@@ -387,12 +399,9 @@ def _measure_all(
             measurement, untrained_mean_cosine=untrained.get(target.path)
         )
         measurement.save(options.out / f"{name}.npz")
-        measured[name] = Measured(
-            target=target,
-            parameters=layers.parameters,
-            condensation=measurement,
-            padded=None if padded is None else padded.result(),
-        )
+        measured[name] = Measured(target, layers.parameters, measurement)
+        if padded is not None:
+            measured[name] = replace(measured[name], padded=padded.result())
         del layers  # frees the memory before the next model is loaded
     return measured
 
@@ -404,26 +413,32 @@ def _write(
     options: CondensationOptions,
 ) -> list[str]:
     """Write numbers and pictures, and return the names of all files."""
-    kept = ("seed", "dtype", "contiguous", "special_tokens", "zeta")
+    recorded = ("seed", "dtype", "contiguous", "special_tokens", "zeta")
     settings = {
         "text": str(options.text or options.dataset),
-        **{name: getattr(options, name) for name in kept},
+        **{name: getattr(options, name) for name in recorded},
     }
     files = [f"{name}.npz" for name in measured]
     files += write_metrics(options.out, measured, settings)
     if options.pad is not None:
         files.append(write_padded(options.out, measured, options.pad))
     formats = plots.picture_formats(options.format)
-    return files + write_figures(options.out, measured, families, pairs, formats)
+    return files + write_figures(
+        out=options.out,
+        measured=measured,
+        families=families,
+        pairs=pairs,
+        formats=formats,
+    )
 
 
 def write_padded(out: Path, measured: Mapping[str, Measured], features: int) -> str:
-    """Write padded.csv, with a row for each layer, and return its name."""
+    """Write padded.csv, with a row for each layer of each model, and return its name."""
     rows: list[list[Any]] = [["target", "layer", "layer_name", "padded_to", *COLUMNS]]
-    for name, one in measured.items():
-        assert one.padded is not None
-        names = one.condensation.layer_names
-        for layer, numbers in enumerate(one.padded.tolist()):
+    for name, model in measured.items():
+        assert model.padded is not None
+        names = model.condensation.layer_names
+        for layer, numbers in enumerate(model.padded.tolist()):
             rows.append([name, layer, names[layer], features, *numbers])
     (out / "padded.csv").write_text(csv_text(rows))
     return "padded.csv"
@@ -452,9 +467,15 @@ def _sample(
     texts: Sequence[str],
     options: CondensationOptions,
 ) -> Tensor:
-    special = (
-        target.special_tokens if options.special_tokens else targets.SpecialTokens()
-    )
+    """Return a model's token ids, [count, length], with ``options.max_length`` as the
+    length.
+
+    A short text gives fewer or shorter sequences, which is reported on stderr. Raises
+    ConfigError if there is no room for text, or the tokenizer does not fit the model.
+    """
+    special = targets.SpecialTokens()
+    if options.special_tokens:
+        special = target.special_tokens
     count = options.sequences
     length = options.max_length - len(special.before) - len(special.after)
     if length < 2:
@@ -463,28 +484,36 @@ def _sample(
             f"{name}'s special tokens"
         )
     if options.contiguous:
-        tokens = contiguous_sequences(texts, target.encode, count, length, options.seed)
-        if (
-            sum(map(len, texts)) < count * length * MARGIN
-            and (found := len(target.encode("".join(texts)))) < count * length
-        ):
-            print(
-                f"{name}: the text has {found:,} tokens, and {count} sequences of "
-                f"{length} take {count * length:,}: they overlap, and are not {count} "
-                "independent samples",
-                file=sys.stderr,
-            )
+        tokens = contiguous_sequences(
+            texts=texts,
+            encode=target.encode,
+            count=count,
+            length=length,
+            seed=options.seed,
+        )
+        total = count * length
+        if sum(map(len, texts)) < total * MARGIN:
+            available = len(target.encode("".join(texts)))
+            if available < total:
+                print(
+                    f"{name}: the text has {available:,} tokens, and {count} sequences of "
+                    f"{length} take {total:,}: they overlap, and are not {count} "
+                    "independent samples",
+                    file=sys.stderr,
+                )
     else:
         tokens = cut_sequences(texts, target.encode, count, length)
     if tokens.max() >= target.vocab_size:
-        told = f"the tokenizer gives the id {tokens.max()}, but {name} has a vocabulary of {target.vocab_size}"
-        raise ConfigError(f"{told}: it is not this model's tokenizer")
+        raise ConfigError(
+            f"the tokenizer gives the id {tokens.max()}, but {name} has a vocabulary of "
+            f"{target.vocab_size}: it is not this model's tokenizer"
+        )
     tokens = surround(tokens, special.before, special.after)
     if tokens.shape != (options.sequences, options.max_length):
-        count, n = tokens.shape
-        asked = f"{options.sequences} of {options.max_length}"
+        count, length = tokens.shape
         print(
-            f"{name}: the text gives {counted(count, 'sequence')} of {n} tokens instead of {asked}",
+            f"{name}: the text gives {counted(count, 'sequence')} of {length} tokens "
+            f"instead of {options.sequences} of {options.max_length}",
             file=sys.stderr,
         )
     return tokens

@@ -5,10 +5,10 @@ expected cosine of two tokens x and y is then cos(x, y) g(x) g(y), with
 g(x) = E[‖x‖ / √(‖x‖² + χ²)] and χ² of m = D − F degrees of freedom. By Jensen's
 inequality, g is at least ‖x‖ / √(‖x‖² + m).
 
-The paper has m − 1 in place of m as an upper bound. It fails where ‖x‖² is small: with
-m = 832, from GPT-2's 768 features to the 1,600 of GPT-2 XL, and ‖x‖ = 1, g is 0.034679,
-and the bound 0.034669. With m − 2, it holds for all x: E[1/χ²] is 1/(m − 2), and
-1/E[1/(‖x‖² + χ²)] grows at least as fast as ‖x‖².
+As an upper bound, the paper has m − 1 in place of m, which is wrong for small ‖x‖². For
+example, from GPT-2's 768 features to the 1,600 of GPT-2 XL, m is 832. For ‖x‖ = 1, g is
+then 0.034679, and the paper's bound 0.034669. With m − 2, the bound holds for all x:
+E[1/χ²] is 1/(m − 2), and 1/E[1/(‖x‖² + χ²)] grows at least as fast as ‖x‖².
 """
 
 from collections import defaultdict
@@ -35,13 +35,13 @@ class PaddedCosines:
     """
 
     def __init__(self, features: int, seed: int) -> None:
-        """``features``: D, with the padding."""
+        """``features`` is D, the number of features with padding."""
         self.features = features
         self.generator = torch.Generator().manual_seed(seed)
         self.rows: dict[int, list[Tensor]] = defaultdict(list)  # by layer
 
     def add(self, layer: int, z: Tensor) -> None:
-        """Add one layer's activations, [B, N, F]."""
+        """Add a layer's activations, [B, N, F]. Raises ConfigError unless F ≤ D − 3."""
         added = self.features - z.shape[-1]
         if added < 3:
             raise ConfigError(
@@ -56,13 +56,13 @@ class PaddedCosines:
             lower = _bound(sequence, cosines, added)
             papers = _bound(sequence, cosines, added - 1)
             upper = _bound(sequence, cosines, added - 2)
-            # For a negative cosine, the bounds change places.
+            # For a negative cosine, the lower bound is the larger number.
             bounds = torch.stack([lower, upper]).sort(0).values
             columns = (cosines, _cosines(padded), bounds[0], papers, bounds[1])
             self.rows[layer].append(torch.stack([_mean(c) for c in columns]))
 
     def result(self) -> np.ndarray:
-        """Return [layers, ``COLUMNS``], averaged over sequences."""
+        """Return [layers, len(``COLUMNS``)] float64, averaged over sequences."""
         return torch.stack(
             [torch.stack(rows).mean(0) for _, rows in sorted(self.rows.items())]
         ).numpy()
@@ -74,7 +74,7 @@ def _cosines(z: Tensor) -> Tensor:
 
 
 def _bound(z: Tensor, cosines: Tensor, added: int) -> Tensor:
-    """Return cos(x, y) ‖x‖‖y‖ / √((‖x‖² + added)(‖y‖² + added)), [N, N]."""
+    """Return cos(x, y) ‖x‖‖y‖ / √((‖x‖² + added)(‖y‖² + added)) for all pairs, [N, N]."""
     squares = z.square().sum(-1)
     factors = (squares / (squares + added)).sqrt()
     return cosines * factors[:, None] * factors

@@ -1,10 +1,10 @@
-"""Models to measure are checkpoints of runs, and Hugging Face models in folders and on
-the hub.
+"""Finds and loads models to measure: checkpoints of runs, and Hugging Face models in
+folders and on the hub.
 
-A model's activations are read one layer at a time: a block's input is measured before
-the block runs. transformers' ``output_hidden_states=True`` keeps the activations of all
-layers until the end of the forward pass. For a 32B model with 64 blocks of width 5120
-and 8 sequences of 512 tokens in float32, they take 5.5 GB, and one layer 84 MB.
+Activations are passed on one layer at a time, while the model runs.
+``output_hidden_states=True`` of transformers would keep those of all layers until the
+end of the forward pass. For a 32B model with 64 blocks of width 5120 and 8 sequences of
+512 tokens in float32, all layers take 5.5 GB, and one layer takes 84 MB.
 """
 
 import json
@@ -36,28 +36,30 @@ from titan_disp.lab.export.saved import (
 from titan_disp.models.hf import INDEX
 from titan_disp.run.reader import is_run
 
-# config, tokenizer, weights
+# files to download: config, tokenizer, weights
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
 # weights of models that were never converted to safetensors
 PICKLES = "pytorch_model*.bin"
-# what a JSON file raises whose content is not what is expected
+# errors that a JSON file with unexpected content can cause
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-CHUNK = 8192  # rows of an output layer in float64 at a time
+CHUNK = 8192  # rows of an output layer that are converted to float64 at a time
 Consume = Callable[[int, Tensor], None]
 """A function of (layer, z) that gets a layer's activations [B, N, F] on the model's
 device. It must not keep them.
 """
 Encode = Callable[[str], list[int]]
 Device = torch.device | Literal["auto"]
-"""auto: accelerate spreads a Hugging Face model over all GPUs, a run uses the first
-GPU, and the CPU replaces none.
+"""With "auto", accelerate spreads a Hugging Face model over all GPUs, and a run's model
+uses the first GPU. Without GPUs, the CPU is used.
 """
 
 
 def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
-    """Return the device of --device if this machine has it and it computes in
-    ``dtype``, or raise ConfigError.
+    """Return the device named by --device.
+
+    Raises ConfigError if this machine does not have it, or it does not support
+    ``dtype``.
     """
     try:
         torch.empty(1, dtype=dtype, device=name)
@@ -69,9 +71,10 @@ def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
 
 
 def parse_group(text: str) -> tuple[str, list[str]] | None:
-    """Parse ``NAME=A,B,C`` into (NAME, [A, B, C]).
+    """Return (NAME, [A, B, C]) for ``NAME=A,B,C``.
 
-    Returns None for a text without =, an existing path, or RUN/STEP.
+    Returns None for a text without "=", an existing path, or RUN/STEP. Raises
+    ConfigError if the name or a member is empty, or a member is repeated.
     """
     path = Path(text)
     if "=" not in text or path.exists() or _names_step(path):
@@ -94,33 +97,33 @@ def _names_step(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class HubModel:
-    """``MODEL@REVISION``: an id such as gpt2 or Qwen/Qwen3-0.6B, and a branch, tag or
-    commit. None means main.
-    """
+    """A model on the Hugging Face hub, which the user names as ``MODEL@REVISION``."""
 
-    id: str
-    revision: str | None
+    id: str  # such as gpt2 or Qwen/Qwen3-0.6B
+    revision: str | None  # branch, tag or commit; None means main
 
     def patterns(self, code: bool) -> list[str]:
-        """Return patterns of the files to download, with Python files if ``code``."""
+        """Return patterns of the files to download; with ``code``, also Python files."""
         if code:
             return [*WANTED, "*.py"]
         return [*WANTED]
 
     def command(self, code: bool, more: Sequence[str] = ()) -> str:
-        """Return the command that downloads the model to the cache.
+        """Return the shell command that downloads the model to the cache.
 
-        ``more`` has patterns of further files.
+        ``more`` are patterns of further files.
         """
-        revision = "" if self.revision is None else f"revision={self.revision!r}, "
-        call = f"snapshot_download({self.id!r}, {revision}allow_patterns={[*self.patterns(code), *more]})"
+        arguments = [repr(self.id)]
+        if self.revision is not None:
+            arguments.append(f"revision={self.revision!r}")
+        arguments.append(f"allow_patterns={[*self.patterns(code), *more]}")
+        call = f"snapshot_download({', '.join(arguments)})"
         return f'python -c "from huggingface_hub import snapshot_download; {call}"'
 
 
 def parse_id(name: str) -> HubModel | None:
-    """Parse an id of the hub.
-
-    Returns None for a name that cannot be one, such as an absolute path.
+    """Return the model that ``MODEL`` or ``MODEL@REVISION`` names, or None for a text
+    that cannot be an id of the hub, such as an absolute path.
     """
     if (matched := _ID.fullmatch(name)) is None:
         return None
@@ -128,9 +131,10 @@ def parse_id(name: str) -> HubModel | None:
 
 
 def find_snapshot(model: HubModel, code: bool) -> Path:
-    """Return the model's folder in the cache, with its Python files if ``code``.
+    """Return the model's folder in the cache, after downloading what is missing.
 
-    It is updated if the hub answers.
+    With ``code``, it includes Python files. If the hub does not answer, the cache is
+    used as it is. Raises ConfigError if the model cannot be found.
     """
     download = partial(snapshot_download, model.id, revision=model.revision)
     patterns = model.patterns(code)
@@ -149,8 +153,8 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
             errors.RevisionNotFoundError: f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub",
             errors.RepositoryNotFoundError: f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a "
             "private model needs HF_TOKEN)",
-            # Of requests, httpx or httpx2, by the version of huggingface_hub; or a full
-            # disk.
+            # an error of requests or httpx (by the version of huggingface_hub), or of the
+            # disk
             Exception: f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}",
         }
         message = next(
@@ -168,13 +172,16 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
 
 
 def logits_root(head: Any) -> Tensor:
-    """Return a root R of [W b]ᵀ[W b], [F + 1, F + 1] float64: [h, 1] R has the lengths
-    and angles of the logits W h + b.
+    """Return R with R Rᵀ = [W b]ᵀ[W b], [F + 1, F + 1] float64, for the output layer
+    ``head`` with weight W and bias b.
+
+    [h, 1] R has the lengths and angles of the logits W h + b, but only F + 1 features.
+    Raises ConfigError if ``head`` is not a linear layer in memory.
     """
     if not isinstance(head, nn.Linear) or head.weight.is_meta:
         raise ConfigError(
-            "--logits needs an output layer that is linear and in memory, which this "
-            "model has not"
+            "--logits needs an output layer that is linear and in memory; this model has "
+            "none"
         )
     rows = head.weight
     if head.bias is not None:
@@ -188,9 +195,9 @@ def logits_root(head: Any) -> Tensor:
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Replace the weights by initial ones of the same architecture."""
+    """Replace the weights of a model by random initial weights."""
     for part in (*model.modules(), *model.parameters(), *model.buffers()):
-        # Otherwise transformers keeps the weights that it has loaded
+        # Otherwise, transformers would keep the weights that it has loaded.
         part._is_hf_initialized = False
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -198,15 +205,20 @@ def draw_weights(model: Any, seed: int) -> None:
 
 
 class LoadedModel:
-    """A loaded model in eval mode that passes on the activations of its layers in
-    order.
+    """A model in eval mode that passes on the activations of its layers in order.
 
     Layer 0 is the input of the first block (the embedding), layer i + 1 is the output
-    of block i, and the last layer is the output of the final norm. transformers'
-    ``hidden_states`` end with the final norm, and lack the last block's output.
-    ``forward`` maps [B, N] token ids to the output of the final norm, and runs
-    ``blocks`` in this order. ``head`` is the output layer, and ``untrain`` draws new
-    weights from a seed.
+    of block i, and the last layer is the output of the final norm. (The
+    ``hidden_states`` of transformers lack the output of the last block.)
+
+    Attributes:
+        forward: maps [B, N] token ids to the output of the final norm, and runs
+            ``blocks`` in order.
+        head: output layer, or None.
+        untrain: replaces the weights by initial weights, drawn from a seed.
+        layer_count: number of blocks + 2.
+        parameters: number of parameters; a tied embedding counts once.
+        device: where token ids are sent.
     """
 
     def __init__(
@@ -220,19 +232,17 @@ class LoadedModel:
         self.head: Any = None
         self.untrain: Callable[[int], None] = partial(draw_weights, model)
         self.layer_count = len(blocks) + 2
-        # a tied embedding counts once
         self.parameters = _weights(model)
-        first = next(model.parameters()).device
-        # accelerate keeps offloaded weights on the meta device, and moves token ids to
-        # where they are needed.
-        self.device = torch.device("cpu") if first.type == "meta" else first
+        self.device = next(model.parameters()).device
+        if self.device.type == "meta":
+            # accelerate has offloaded the weights, and moves token ids itself.
+            self.device = torch.device("cpu")
 
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
-        """Run [B, N] token ids through the model, and call ``consume`` for each layer.
-        The caller turns gradients off.
+        """Run the model on [B, N] token ids, and call ``consume`` for each layer.
 
-        ConfigError is raised if a layer is not [B, N, F], as of XLNet, whose layers are
-        [N, B, F].
+        The caller turns gradients off. Raises ConfigError if activations are not
+        [B, N, F]. (In XLNet, they are [N, B, F].)
         """
 
         def take(layer: int, h: Tensor) -> None:
@@ -247,7 +257,10 @@ class LoadedModel:
         def take_embedding(
             block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
-            take(0, args[0] if args else kwargs["hidden_states"])
+            if args:
+                take(0, args[0])
+            else:
+                take(0, kwargs["hidden_states"])
 
         first_block, *_ = self.blocks
         with (
@@ -259,10 +272,10 @@ class LoadedModel:
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
-    """Return the blocks of a transformers model: an outermost list of ``count``.
+    """Return the blocks of a transformers model: an outermost list of ``count`` modules.
 
-    Of several such lists, they are the one with the most weights. Raises ConfigError if
-    there is none.
+    If there are several such lists, it is the one with the most weights. Raises
+    ConfigError if there is none.
     """
     lists = outermost_lists(body, lambda modules: len(modules) == count)
     if not lists:
@@ -279,8 +292,9 @@ def _weights(module: nn.Module) -> int:
 
 
 def hugging_face_layers(model: Any) -> LoadedModel:
-    """Wrap a loaded ``AutoModelForCausalLM`` without its output layer, whose N × V
-    logits are not needed.
+    """Return an ``AutoModelForCausalLM`` as a model to measure.
+
+    Its output layer is not run, because its N × V logits are not needed.
     """
     body = model.base_model
     config = model.config.get_text_config()
@@ -289,7 +303,7 @@ def hugging_face_layers(model: Any) -> LoadedModel:
         lambda tokens: body(tokens, use_cache=False)[0],
         find_blocks(body, config.num_hidden_layers),
     )
-    # Behind the output layer, as in Gemma 2: the logits are then not linear.
+    # Models such as Gemma 2 limit the logits, which are then not linear.
     softcapping = getattr(config, "final_logit_softcapping", None)
     if not softcapping:
         layers.head = model.get_output_embeddings()
@@ -306,20 +320,20 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class Target:
-    """A model and its tokenizer. The weights are loaded by ``load``.
+    """A model whose weights are not loaded yet, and its tokenizer.
 
     Attributes:
-        path: path that names the output files: the run's or the model's folder, or the
-            id on the hub.
+        path: path from which output files get their names: the folder of the run or the
+            model, or the id on the hub.
         max_tokens: tokens in the longest sequence; None means any number.
         encode: maps text to token ids without special tokens.
-        special_tokens: the tokens that the tokenizer adds by default. For a run, the
-            token that begins documents.
-        load: maps (device, dtype) to the model; the dtype is as for ``load_causal_lm``.
+        special_tokens: the tokens that the tokenizer adds by default; for a run, the
+            BOS token, if there is one.
+        load: maps (device, dtype) to the model, with dtypes as for ``load_causal_lm``.
             Raises ConfigError if weights are missing, or the blocks cannot be found.
-        run, step: of a checkpoint.
+        run, step: the run's folder and the step, for a checkpoint.
         revision: revision of a model on the hub, if the user named one.
-        called: the names by which the user gave this model.
+        called: the names that the user typed for this model.
     """
 
     folder: Path
@@ -341,13 +355,15 @@ def find_targets(
     tokenizer: Path | None,
     trust_remote_code: bool = False,
 ) -> dict[str, Target]:
-    """Return targets, by the stems of the names of their files. A model that is named
-    twice comes once, at its first place.
+    """Return targets by unique names, from which output files get their names.
 
-    ``names`` are RUN (all its checkpoints, or the newest one), RUN/STEP, a Hugging Face
-    folder, or MODEL or MODEL@REVISION of the Hugging Face hub. ``tokenizer`` is a
-    folder that replaces each model's own. Raises ConfigError if a name is not a model,
-    or a tokenizer does not fit.
+    Args:
+        names: each one is RUN (its newest checkpoint, or all with ``all_steps``),
+            RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging
+            Face hub. A repeated model counts once, at its first place.
+        tokenizer: folder that replaces the tokenizers of all models.
+
+    Raises ConfigError if a name is not a model, or a tokenizer does not fit.
     """
     if not names:
         raise ConfigError(
@@ -356,7 +372,7 @@ def find_targets(
         )
     if all_steps and not any(is_run(name) for name in names):
         raise ConfigError(
-            "--all-steps needs a run's folder (job.dump_folder), but was given "
+            "--all-steps needs a run's folder (job.dump_folder); found "
             f"{', '.join(names)}"
         )
     by_folder: dict[Path, Target] = {}
@@ -388,8 +404,10 @@ def _targets_of(
 
 
 def _file_names(targets: Iterable[Target]) -> list[str]:
-    """Name files after as many parts of the targets' paths as all names need to be
-    unique, and steps or revisions.
+    """Return a unique name for each target: the last parts of its path, and its step or
+    revision.
+
+    All names have the same number of parts, the smallest with which they are unique.
     """
     paths = [target.path.parts for target in targets]
     ends = [end_of_name(target) for target in targets]
@@ -400,22 +418,25 @@ def _file_names(targets: Iterable[Target]) -> list[str]:
         ]
         if len(set(names)) == len(names):
             return names
-    # /a/b-c and /a-b/c give the same name
+    # Paths such as /a/b-c and /a-b/c give the same name.
     return [f"{i}-{name}" for i, name in enumerate(names)]
 
 
 def end_of_name(target: Target) -> str:
-    """Return the end of a name, which distinguishes steps of a run and revisions of a
-    model.
+    """Return the end of a target's name: its revision or its step, such as "-step-300",
+    or "" if it has none.
     """
     if target.revision is not None:
         return "@" + target.revision.replace("/", "-")
-    return "" if target.step is None else f"-step-{target.step}"
+    if target.step is not None:
+        return f"-step-{target.step}"
+    return ""
 
 
 def name_of(called: str, targets: Mapping[str, Target]) -> str:
-    """Return the key of ``find_targets`` for the model that the user called ``called``,
-    or of its newest step.
+    """Return the name in ``targets`` of the model that the user typed as ``called``.
+
+    If there are several steps of it, this is the newest one.
     """
     steps = {
         name: target.step or 0
@@ -434,22 +455,24 @@ def _run_target(saved: SavedModel, tokenizer_folder: Path | None) -> Target:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(saved)
         if dtype != "auto":  # a checkpoint's weights are float32
-            # not the rotary table, which is rounded when it is used
+            # The rotary table is a buffer, and stays float32 until it is used.
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(getattr(torch, dtype))
 
         def untrain(seed: int) -> None:
             if (first := saved_models(saved.run)[0]).step == 0:
-                # as in load_model
+                # not strict: the weights lack a tied output.weight
                 model.load_state_dict(load_weights(first), strict=False)
             else:
                 seed_of_run = saved.config["debug"]["seed"]
-                draw_weights(model, seed if seed_of_run is None else seed_of_run)
+                if seed_of_run is not None:
+                    seed = seed_of_run
+                draw_weights(model, seed)
 
         layers = LoadedModel(model.to(device), model, list(model.layers.values()))
         layers.head = model.output
         layers.untrain = untrain
-        # the "logits" are the final norm's output, not N × V numbers
+        # The model then returns the output of the final norm, not N × V logits.
         model.output.forward = lambda h: h
         return layers
 
@@ -483,8 +506,10 @@ def _hugging_face_target(
     if lacking := _missing_weights(folder):
         advice = "expected a run's folder or a Hugging Face model"
         if model is not None:
-            pickles = [] if (folder / INDEX).is_file() else [PICKLES]
-            command = model.command(trust_remote_code, pickles)
+            more_patterns = []
+            if not (folder / INDEX).is_file():
+                more_patterns = [PICKLES]
+            command = model.command(trust_remote_code, more_patterns)
             advice = f"download them on a machine with internet access:\n  {command}"
         raise ConfigError(f"{str(folder)!r} {lacking}; {advice}")
     try:
@@ -492,8 +517,9 @@ def _hugging_face_target(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         ).get_text_config()
     except (OSError, ValueError) as error:
+        advice = _advice_on_custom_code(error)
         raise ConfigError(
-            f"{str(folder)!r} is no model of transformers: {error}{_advice_on_custom_code(error)}"
+            f"{str(folder)!r} is no model of transformers: {error}{advice}"
         ) from error
     if tokenizer_folder is not None:
         tokenizer = load_tokenizer(tokenizer_folder)
@@ -539,13 +565,15 @@ def _hugging_face_target(
 
 
 def _missing_weights(folder: Path) -> str:
-    """Return what weights are missing, as the end of a sentence that begins with the
-    folder, or "". Raises ConfigError if their index cannot be read.
+    """Return which weights are missing after an interrupted download, or "".
 
-    A download may have been interrupted.
+    The text completes a sentence that begins with the folder. Raises ConfigError if the
+    index of weights cannot be read.
     """
     has_safetensors = any(folder.glob("*.safetensors")) or (folder / INDEX).is_file()
-    index = folder / (INDEX if has_safetensors else "pytorch_model.bin.index.json")
+    index = folder / "pytorch_model.bin.index.json"
+    if has_safetensors:
+        index = folder / INDEX
     has_single_file = (folder / index.name.removesuffix(".index.json")).is_file()
     if index.is_file() and not has_single_file:
         with reported(f"{str(index)!r} is no index of weights", *UNREADABLE):
@@ -561,7 +589,7 @@ def _missing_weights(folder: Path) -> str:
 
 
 def _advice_on_custom_code(error: Exception) -> str:
-    """Return advice if an error says that a model needs its own code, else ""."""
+    """Return advice if an error says that a model needs its own code, or else ""."""
     if "trust_remote_code" not in str(error):
         return ""
     return (
@@ -578,9 +606,9 @@ def _hf_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # tokenizers raises plain Exceptions
+        advice = _advice_on_custom_code(error)
         raise ConfigError(
-            f"{str(folder)!r} has no usable tokenizer: {error}.{_advice_on_custom_code(error)} "
-            f"{hint}"
+            f"{str(folder)!r} has no usable tokenizer: {error}.{advice} {hint}"
         ) from error
     # Without files, transformers 5 creates a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -593,7 +621,7 @@ def _hf_encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _hf_special_tokens(tokenizer: Any) -> SpecialTokens:
-    """Return the tokens before and after those of a text with one letter."""
+    """Return the tokens that the tokenizer adds before and after a text of one letter."""
     bare = _hf_encode(tokenizer, "a")
     with_special_tokens = tokenizer("a", verbose=False)["input_ids"]
     for start in range(len(with_special_tokens) - len(bare) + 1):
@@ -603,5 +631,5 @@ def _hf_special_tokens(tokenizer: Any) -> SpecialTokens:
                 before=tuple(with_special_tokens[:start]),
                 after=tuple(with_special_tokens[end:]),
             )
-    # the tokenizer encodes a text differently next to special tokens
+    # The text's own tokens change next to special tokens, so that these are unknown.
     return SpecialTokens()

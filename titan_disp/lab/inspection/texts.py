@@ -1,4 +1,4 @@
-"""The text to measure on is sampled.
+"""Samples the text on which condensation is measured.
 
 Models with the same tokenizer get the same sample.
 """
@@ -28,14 +28,12 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.stores import FOLDER, is_hub_name
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 
-# Most characters that are read, so that the time does not grow with the file
-MOST = 64 << 20
+MOST = 64 << 20  # characters to read at most, so that large files take no longer
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
-# documents without the field of the text, before any text: the field is likely to have
-# another name
+# If so many documents come before any text, the text field has probably another name.
 HOPELESS = 1000
-MARGIN = 8  # characters to read per token: English text has about four
-# characters of a plain text that stay together: about four sequences of 512 tokens
+MARGIN = 8  # characters to read per token; English text has about four
+# characters of plain text that stay together: about four sequences of 512 tokens
 PIECE = 8192
 
 
@@ -46,25 +44,24 @@ def read_texts(
     in_order: bool = False,
     text_field: str = "text",
 ) -> list[str]:
-    """Read documents in random order, or in the order of the text.
+    """Return documents in random order, or in the order of the text.
 
     Args:
-        text: file of documents (named like training data), or of plain UTF-8 text.
-            Plain text is cut at line ends into pieces of about 8192 characters. A
+        text: file of documents (with a suffix of training data), or of plain UTF-8
+            text. Plain text is cut at line ends into pieces of about 8192 characters. A
             folder is read as ``dataset``.
-        dataset: folder, whose validation split is used, file or glob of documents, or
-            data set of the hub (hf:…). The split is that of a run with
-            ``text_validation``, or in a copy of C4 that of one with ``c4_validation``.
+        dataset: folder, file or glob of documents, or data set of the hub (hf:…). Of a
+            folder, the files for ``text_validation`` are read, or for ``c4_validation``
+            in a copy of C4.
         seed: seed for the order of files and documents. Files are read in this order up
             to about 64 M characters.
-        in_order: whether the documents of a file keep their order. Then each ends in a
-            blank line, and plain text is cut into lines, so that joining the results
-            gives the text.
-        text_field: as stream.text_field of a run.
+        in_order: whether the documents of a file keep their order. Then each document
+            ends in a blank line, and plain text is cut into lines, so that joining the
+            results gives the text.
+        text_field: field of the text, as stream.text_field.
 
-    Raises ConfigError if none or both of text and dataset are given, if the text is
-    missing, unreadable or empty, or if the first ``HOPELESS`` documents that are not
-    empty have no text.
+    Raises ConfigError unless exactly one of text and dataset is given, if the text is
+    missing, unreadable or empty, or if the first ``HOPELESS`` documents have no text.
     """
     if (text is None) == (dataset is None):
         raise ConfigError(
@@ -72,7 +69,9 @@ def read_texts(
             "on"
         )
     shuffle = random.Random(seed).shuffle
-    source = f"--text {str(text)!r}" if text is not None else f"--dataset {dataset!r}"
+    source = f"--dataset {dataset!r}"
+    if text is not None:
+        source = f"--text {str(text)!r}"
     if text is not None and text.is_dir():
         dataset = str(text)
         text = None
@@ -89,33 +88,32 @@ def read_texts(
                 files = list_files(dataset, None, "validation")
             else:
                 path = str(text or dataset)
-                is_c4 = bool(glob(f"{escape(path)}/{FOLDER}/c4-validation.*"))
-                files = list_files(
-                    "c4_validation" if is_c4 else "text_validation",
-                    path,
-                    path_key=source.split()[0],
-                )
-        # for a name of the hub, the message names keys of the config
+                split = "text_validation"
+                if glob(f"{escape(path)}/{FOLDER}/c4-validation.*"):
+                    split = "c4_validation"
+                files = list_files(split, path, path_key=source.split()[0])
+        # The message for a name of the hub names keys of the config, not options.
         except ConfigError as error:
             message = str(error).replace("validation.dataset is", "--dataset is")
             raise ConfigError(
                 message.replace("local copy: dataset_path", "local copy: --dataset")
             ) from error
         shuffle(files)
-        found = _documents(files, text_field, reasons)
-        documents = (f"{document}\n\n" for document in found) if in_order else found
-    taken = next(_groups(documents, MOST), [])
-    if not taken:
-        raise ConfigError(
-            f"{source} holds no text{': ' if reasons else ''}{''.join(reasons[:1])}"
-        )
+        documents = _documents(files, text_field, reasons)
+        if in_order:
+            documents = map("{}\n\n".format, documents)
+    sample = next(_groups(documents, MOST), [])
+    if not sample:
+        raise ConfigError(": ".join([f"{source} holds no text", *reasons[:1]]))
     if not in_order:
-        shuffle(taken)
-    return taken
+        shuffle(sample)
+    return sample
 
 
 def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Group texts so that each group but the last just reaches ``size`` characters."""
+    """Yield lists of texts with at least ``size`` characters; the last one may have
+    fewer.
+    """
     group: list[str] = []
     characters = 0
     for text in texts:
@@ -130,6 +128,7 @@ def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _pieces(path: Path, size: int) -> Iterator[str]:
+    """Yield pieces of whole lines with at least ``size`` characters."""
     with (
         reported(f"--text {str(path)!r} is not UTF-8 text", UnicodeDecodeError),
         open(path, encoding="utf-8") as file,
@@ -140,14 +139,15 @@ def _pieces(path: Path, size: int) -> Iterator[str]:
 def _documents(
     files: Iterable[DataFile], text_field: str, reasons: list[str]
 ) -> Iterator[str]:
-    """Read documents.
+    """Yield the texts of documents.
 
-    Bad documents and the rest of damaged files are skipped and reported on stderr.
+    Bad documents and the rest of damaged files are skipped and reported on stderr. The
+    reason for the first bad document of a file, and for damage, is appended to
+    ``reasons``.
 
-    For each file with bad documents, or with damage, the reason why the first of them
-    cannot be used is appended to ``reasons``.
+    Raises ConfigError if the first ``HOPELESS`` documents have no text.
     """
-    without = 0
+    without_field = 0
     usable = False
     for file in files:
         options = StreamOptions(max_document_bytes=MOST, format=Format(text_field))
@@ -162,9 +162,9 @@ def _documents(
                     if not bad:
                         reasons.append(of_options(error))
                     bad += 1
-                    # not damage, which says nothing about other files
-                    without += isinstance(error, OtherShape)
-                    if without == HOPELESS and not usable:
+                    # Only documents without the field suggest a wrong field.
+                    without_field += isinstance(error, OtherShape)
+                    if without_field == HOPELESS and not usable:
                         raise ConfigError(
                             f"{file.url}: the first {HOPELESS:,} documents have no "
                             f"text, the last one for this reason: {of_options(error)}"
@@ -181,7 +181,8 @@ def _documents(
             reader.close()
         if bad:
             print(
-                f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: {reasons[-1]}",
+                f"{file.url}: skipped {counted(bad, 'bad document')}, the first one: "
+                f"{reasons[-1]}",
                 file=sys.stderr,
             )
 
@@ -189,15 +190,17 @@ def _documents(
 def cut_sequences(
     texts: Iterable[str], encode: Callable[[str], list[int]], count: int, length: int
 ) -> Tensor:
-    """Join texts by blank lines, and cut their token ids into sequences of equal
-    length, [count, length] int64.
+    """Return token ids of texts, joined by blank lines and cut into sequences, [count,
+    length] int64.
 
-    A short text gives fewer sequences. If it does not fill one, the result is a single
-    shorter sequence. A text of fewer than two tokens is a ConfigError.
+    A short text gives fewer sequences, or a single shorter sequence if it does not fill
+    one. Raises ConfigError if the text has fewer than two tokens.
     """
     ids: list[int] = []
     for text in texts:
-        ids += encode(f"\n\n{text}" if ids else text)
+        if ids:
+            text = f"\n\n{text}"
+        ids += encode(text)
         if len(ids) >= count * length:
             break
     if len(ids) < 2:
@@ -217,13 +220,12 @@ def contiguous_sequences(
     length: int,
     seed: int,
 ) -> Tensor:
-    """Start sequences at random places of texts in order, as in the paper.
+    """Return token ids of sequences that begin at random documents or lines, as in the
+    paper, [count, length] int64.
 
-    The result is [count, length] int64.
-
-    A document or line begins each sequence, and the following ones fill it. Sequences
-    may overlap. One that would exceed the end of the text begins earlier. A text
-    shorter than that is a ConfigError.
+    The following documents or lines fill the sequence. Sequences may overlap. A sequence
+    that would exceed the end of the text begins earlier. Raises ConfigError if the whole
+    text is shorter than a sequence.
     """
     generator = random.Random(seed)
     return torch.tensor(
@@ -237,12 +239,15 @@ def contiguous_sequences(
 def _from(
     texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int
 ) -> list[int]:
+    """Return ``length`` token ids of the texts from index ``start`` on, or from an
+    earlier one if the texts end before.
+    """
     characters = MARGIN * length
     while True:
         end = start
-        taken = 0
-        while end < len(texts) and taken < characters:
-            taken += len(texts[end])
+        read = 0
+        while end < len(texts) and read < characters:
+            read += len(texts[end])
             end += 1
         ids = encode("".join(texts[start:end]))
         if len(ids) >= length:
@@ -259,7 +264,7 @@ def _from(
 
 
 def surround(tokens: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    """Add tokens before and after each sequence of [count, length] token ids."""
+    """Return [count, length] token ids with tokens added before and after each sequence."""
     count = len(tokens)
     ends = [
         torch.tensor(ids, dtype=torch.int64).expand(count, len(ids))

@@ -1,9 +1,8 @@
-"""This module draws charts of training as SVG.
+"""Draws charts of training as SVG.
 
-The number of points is limited, and a run has the same style in all charts.
-
-The line of several runs that differ only in their seeds is their mean, in a band from
-the smallest to the largest.
+The number of points is limited, and a run has the same style in all charts. Runs that
+differ only in their seeds are one line, their mean, in a band from the smallest to the
+largest value.
 """
 
 import io
@@ -30,24 +29,25 @@ from titan_disp.lab.report.gather import Condition
 from titan_disp.run.history import WHILE_LOADING, Attempt
 from titan_disp.text import short
 
-BINS = 500  # most points of a line: two pixels each in the widest chart
-POINTS = 3000  # most points of a chart: of many lines, nobody sees the details
+BINS = 500  # most points of a line: two pixels per point in the widest chart
+POINTS = 3000  # most points of a chart with more than MANY lines
 SIZE = (5.6, 3.3)  # inches: half of a laptop's width, and readable on a phone
 TALL = (5.6, 4.2)  # inches: two charts above one another, or several maps
-MANY = 12  # most lines that a chart has in full
-# At first, the loss is so high that the rest would look flat. This fraction of a run is
-# left out of the range of axis y.
+MANY = 12  # most lines that are drawn with BINS points and bands
+# The first losses are so high that the others would look flat. The values of this first
+# fraction of a run do not affect the range of axis y.
 BEGINNING = 0.05
-LEAST_POINTS = 30  # of each line after the beginning; otherwise, axis y shows all
-# events with a mark of their own in the timeline
+# With fewer points per line after the beginning, axis y shows all values.
+LEAST_POINTS = 30
+# events that the timeline marks as faults
 FAULTS = ("skip", "step_back", "save_failed", *WHILE_LOADING)
-# Names of the two scales of an x axis, one of which the page shows
+# names of the two scales of an x axis; the page shows one of the scales
 STEP_SCALE = "scale-step"
 TOKEN_SCALE = "scale-tokens"
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Return a context for making and writing figures. Text stays text in it."""
+    """Return a context for making and writing figures, in which text stays text in SVG."""
     return matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9.5})
 
 
@@ -55,9 +55,8 @@ def to_svg(figure: Figure, salt: str) -> str:
     """Return a picture as an <svg> element. Equal figures with equal salts have equal
     bytes.
 
-    ``salt`` must differ between the pictures of a page. It makes the ids of their clip
-    paths and markers differ. Points of lines are cut to 0.01 pt, which saves a sixth of
-    a report's size.
+    ``salt`` must be unique on the page, because the ids of clip paths and markers depend
+    on it. Points of lines are cut to 0.01 pt, which saves a sixth of a report's size.
     """
     file = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -67,43 +66,43 @@ def to_svg(figure: Figure, salt: str) -> str:
     svg = re.sub(
         r"^(L -?\d+\.\d\d)\d* (-?\d+\.\d\d)\d*", r"\1 \2", rest, flags=re.MULTILINE
     )
-    # The style sheet of the page chooses a scale by its class.
+    # The style sheet of the page selects a scale by its class.
     svg = re.sub(r'id="(scale-\w+)"', r'class="\1"', svg)
-    # Clip paths (p…), markers (m…) and images are referred to by their ids. Other ids
-    # would stand in the page several times.
+    # The SVG refers to clip paths (p…), markers (m…) and images by their ids. Other ids
+    # are removed, because pictures of a page would share them.
     other_id = r' id="(?!p[0-9a-f]{10}"|m[0-9a-f]{10}"|image)[^"]*"'
     return start + re.sub(other_id, "", svg)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Represent the line of one run or condition in a chart.
+    """The line of a run or condition in a chart.
 
-    Points with a non-finite number are left out.
+    Points with a number that is not finite are not drawn.
     """
 
     name: str
     x: np.ndarray  # [n]
     y: np.ndarray
-    # Index of the run or condition in the report, which sets its colour and dashes
+    # index of the run or condition in the report; determines colour and dashes
     place: int
-    # values of x at which the run resumed, which are marked on the axis
+    # values of x at which the run resumed; they are marked on the axis
     resumes: Sequence[float] = ()
-    # smallest value over the seeds with mean ``y``; None for a single run
+    # smallest value over seeds; None for a single run
     low: np.ndarray | None = None
-    high: np.ndarray | None = None  # largest value
+    high: np.ndarray | None = None  # largest value over seeds
 
     @property
     def all_y(self) -> np.ndarray:
-        """Return all values that are drawn, [1 or 3, n]."""
+        """All values that are drawn, [1 or 3, n]."""
         return np.stack([y for y in (self.y, self.low, self.high) if y is not None])
 
     @property
     def style(self) -> dict[str, Any]:
-        """Return the keywords of ``Axes.plot``.
+        """The keywords of ``Axes.plot``, which differ for the first 56 places.
 
-        The first 56 places differ: colours repeat after 7, dashes after 4, so that 28
-        pairs do, and then the width changes.
+        Colours repeat after 7 places and dashes after 4, so that their pairs repeat
+        after 28 places. The next 28 lines are wider.
         """
         rounds = self.place // (len(OKABE_ITO) * len(LINES))
         return {
@@ -114,11 +113,11 @@ class Line:
 
 
 def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list[Line]:
-    """Return the lines of conditions from lines of runs: for several seeds, their mean
-    at the values of x that all of them have.
+    """Return the lines of conditions, from the lines of runs.
 
-    If the seeds have fewer than two values of x in common, each keeps its own line. The
-    ``place`` of the lines is the run's before, and the condition's afterwards.
+    The line of several seeds is their mean at the values of x that they share. If they
+    share fewer than two, each seed keeps its own line. ``place`` is the index of the run
+    in ``lines``, and that of the condition in the result.
     """
     drawn: list[Line] = []
     for place, condition in enumerate(conditions):
@@ -139,8 +138,9 @@ def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list
 
 
 def _mean_line(seeds: Sequence[Line]) -> Line | None:
-    """Return the mean of several seeds' lines at the values of x that all have. None if
-    there is one line only, or fewer than two such values.
+    """Return the mean of several seeds' lines at the values of x that they share.
+
+    Returns None if there is only one line, or if they share fewer than two values.
     """
     if len(seeds) < 2:
         return None
@@ -157,7 +157,7 @@ def _mean_line(seeds: Sequence[Line]) -> Line | None:
 
 
 def bins(lines: int) -> int:
-    """Return the most points of a line in a chart of so many lines."""
+    """Return the largest number of points per line in a chart with this many lines."""
     if lines <= MANY:
         return BINS
     return POINTS // lines
@@ -165,7 +165,7 @@ def bins(lines: int) -> int:
 
 @dataclass(frozen=True)
 class Binned:
-    """Hold a line's means in bins of equal width in x, in ascending order, [bins]."""
+    """Means of a line in bins of equal width in x, in ascending order, each [bins]."""
 
     x: np.ndarray
     y: np.ndarray
@@ -174,8 +174,9 @@ class Binned:
 
 
 def binned(x: np.ndarray, y: np.ndarray, count: int = BINS) -> Binned:
-    """Return the finite points of a line in at most ``count`` bins. If there are not
-    more points than bins, each point is its own bin.
+    """Return the finite points of a line in at most ``count`` bins.
+
+    If there are at most ``count`` points, each point is a bin of its own.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x = x[finite]
@@ -203,8 +204,9 @@ def as_it_is(axes: Axes, lines: Sequence[Line]) -> None:
 def from_zero(axes: Axes, lines: Sequence[Line]) -> None:
     """Start axis y at 0, for numbers whose ratios matter."""
     top = max(np.nanmax(line.all_y) for line in lines)
-    # Without a margin, nearly equal numbers would lie on the upper edge.
-    axes.set_ylim(0, 1.05 * top if top > 0 else None)
+    axes.set_ylim(bottom=0)
+    if top > 0:  # with a margin, so that nearly equal numbers are not on the upper edge
+        axes.set_ylim(top=1.05 * top)
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 
 
@@ -221,8 +223,7 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
-    """Fit axis y to the values after the beginning of the longest run (``BEGINNING`` of
-    its length).
+    """Fit axis y to the values after the first ``BEGINNING`` of the longest run.
 
     If the lines have fewer than ``LEAST_POINTS`` such values on average, axis y shows
     all values.
@@ -240,13 +241,16 @@ def draw_lines(
 ) -> None:
     """Draw a line for each run or condition.
 
-    A line of several seeds is in a band from the smallest to the largest seed. So is a
-    line whose points are means in bins, in a band from the smallest to the largest value
-    of each bin, unless there are more than ``MANY`` lines.
+    The line of several seeds has a band from the smallest to the largest seed. The line
+    of a single run whose points are means in bins has a band from the smallest to the
+    largest value of each bin, unless there are more than ``MANY`` lines.
     """
     count = bins(len(lines))
     for line in lines:
         points = binned(line.x, line.y, count)
+        marker = None
+        if len(points.x) <= 30:
+            marker = "o"
         if line.low is not None and line.high is not None:
             low = binned(line.x, line.low, count).low
             high = binned(line.x, line.high, count).high
@@ -263,7 +267,7 @@ def draw_lines(
             points.x,
             points.y,
             label=plain(line.name),
-            marker="o" if len(points.x) <= 30 else None,
+            marker=marker,
             markersize=3,
             **line.style,
         )
@@ -282,10 +286,10 @@ def draw_lines(
 
 
 def add_tokens(axes: Axes, tokens_per_step: float | None) -> None:
-    """Add a second x axis, of tokens, where the one of steps is.
+    """Add a second x axis, of tokens, at the place of the axis of steps.
 
-    A page shows one of them (``STEP_SCALE``, ``TOKEN_SCALE``). Without a number, as
-    before the first step, nothing is added.
+    A page shows one of the two axes (``STEP_SCALE``, ``TOKEN_SCALE``). Nothing is added
+    if ``tokens_per_step`` is None.
     """
     if tokens_per_step is None:
         return
@@ -304,7 +308,7 @@ def add_tokens(axes: Axes, tokens_per_step: float | None) -> None:
 
 
 def key(conditions: Sequence[Condition]) -> list[Line]:
-    """Return a line without points for each condition, for its style."""
+    """Return a line without points for each condition, to draw a legend."""
     return [
         Line(condition.name, np.empty(0), np.empty(0), place)
         for place, condition in enumerate(conditions)
@@ -320,8 +324,10 @@ def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def timeline(starts: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the steps of a run against time (UTC), and below them a row for each name of
-    an event. ``starts`` are in order of time; the time between them is grey.
+    """Return a figure of the steps of a run against time (UTC), with a row of marks for
+    each name of an event.
+
+    ``starts`` are in order of time. The time between two starts is grey.
     """
     names = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
     height = 0.22 * len(names) + 0.1  # inches
@@ -329,12 +335,15 @@ def timeline(starts: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> 
     steps, rows = figure.subplots(2, sharex=True, height_ratios=[2.4, height])
     for start in starts:
         points = binned(np.array(start.times), np.array(start.steps, dtype=np.float64))
+        marker = None
+        if len(points.x) < 3:
+            marker = "o"
         steps.plot(
             _dates(points.x),
             points.y,
             color=OKABE_ITO[0],
             linewidth=1.8,
-            marker="o" if len(points.x) < 3 else None,
+            marker=marker,
         )
     for start, following in pairwise(starts):
         gap = _dates([start.ended, following.began])

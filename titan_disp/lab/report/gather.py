@@ -1,7 +1,7 @@
-"""This module reads each run's folder once, compares the configs of runs, and groups
-runs that differ only in seeds.
+"""Reads the folders of runs, compares their configs, and groups runs that differ only in
+their seeds.
 
-A run may be training or interrupted, and files may be missing.
+A run may still be training or have been interrupted, so that files may be missing.
 """
 
 import json
@@ -30,7 +30,7 @@ from titan_disp.run import reader
 from titan_disp.run.history import Attempt, Goodput, attempts, goodputs, trained_nothing
 
 SEEDS = ("debug.seed", "stream.seed")  # keys in which the runs of one condition differ
-# Beginnings of keys that change neither training nor what is measured
+# Beginnings of keys that change neither training nor measurements
 WITHOUT_EFFECT = (
     "job.",
     "metrics.",
@@ -50,35 +50,35 @@ WITHOUT_EFFECT = (
     "checkpoint.last_save",
 )
 Seeds = tuple[Any, ...]
-ABSENT = object()  # stands for the value of a key that a column does not have
+ABSENT = object()  # in place of a value, if a column does not have the key
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Hold the contents of a run's folder. All times are seconds since the epoch."""
+    """The contents of a run's folder. All times are seconds since the epoch."""
 
     path: Path
     name: str  # unique in the report
-    # name that the user gave to several runs, as in off=RUN,RUN; None for a run alone
+    # the name that the user gave to several runs, as in off=RUN,RUN; None otherwise
     group: str | None
     config: dict[str, Any]
     environment: dict[str, Any]
-    step: int  # number of steps done. A resume may lower it
-    # rows in the order of writing; steps repeated after a resume come twice
+    step: int  # number of steps done; a resume may lower it
+    # rows in the order of writing, with two rows for a step repeated after a resume
     written: list[dict[str, Any]]
-    # the rows that count: one per step, ascending, none after ``step``
+    # the last row of each step up to ``step``, ascending
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     condensation: dict[int, Measurement]  # by step
     validation: dict[int, float]  # loss by step
-    # About failures in a row without a new checkpoint, or empty
+    # record of failures in a row without a new checkpoint, or {}
     failures: dict[str, Any]
     problems: list[str]  # messages about files that could not be read
-    ledger: list[str]  # lines about what became of the stored bytes of the data
+    ledger: list[str]  # lines that count used, skipped and left-out bytes of the data
 
     @cached_property
     def most_condensed(self) -> int:
-        """Return the step with the highest mean cosine of all blocks."""
+        """The step with the highest mean cosine over all blocks."""
         return most_condensed(self.condensation)
 
     @cached_property
@@ -87,19 +87,17 @@ class RunRecord:
 
     @cached_property
     def goodputs(self) -> list[Goodput]:
-        """Return the goodput of every start; empty for a run that did not record how it
-        spent its time.
-        """
+        """The goodput of each start; [] if the run did not record how it spent its time."""
         return goodputs(self.written, self.events)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return the config by dotted key."""
+        """The config by dotted key."""
         return reader.flatten(self.config)
 
     @property
     def steps(self) -> int | None:
-        """Return the planned number of steps. ``step`` is the number done."""
+        """The planned number of steps. (``step`` is the number of steps done.)"""
         return self.settings.get("training.steps")
 
     @property
@@ -108,12 +106,10 @@ class RunRecord:
 
     @property
     def tokens_per_step(self) -> float:
-        """Return the tokens per step; NaN before the first row."""
-        return (
-            self.series("tokens")[-1] / self.rows[-1]["step"]
-            if self.rows
-            else float("nan")
-        )
+        """The tokens per step, or NaN without rows."""
+        if not self.rows:
+            return float("nan")
+        return self.series("tokens")[-1] / self.rows[-1]["step"]
 
     def series(self, key: str) -> np.ndarray:
         """Return a column of ``rows`` as [rows] float64, with NaN for missing
@@ -123,24 +119,27 @@ class RunRecord:
 
     @property
     def machine(self) -> str:
-        """Return the ranks and what they computed on, such as "2 ranks on CPU"."""
+        """The ranks and their devices as text, such as "2 ranks on CPU"."""
         ranks = counted(self.environment.get("world_size", 1), "rank")
         names = sorted(set(self.environment.get("accelerators") or ["CPU"]))
         return f"{ranks} on {', '.join(names)}"
 
     @property
     def _overrides(self) -> dict[str, Any]:
-        # TorchTitan's own trainer knows none
+        # A config of TorchTitan's own trainer has no model.overrides
         return self.config.get("model", {}).get("overrides", {})
 
     @property
     def model(self) -> str:
-        return f"{self.settings.get('model.name')} {text_of_flavor(str(self.settings.get('model.flavor')), self._overrides)}"
+        """The name of the model and its flavor, as text."""
+        flavor = text_of_flavor(str(self.settings.get("model.flavor")), self._overrides)
+        return f"{self.settings.get('model.name')} {flavor}"
 
     @cached_property
     def parameters(self) -> int | None:
-        """Return the number of parameters, with a tied embedding once; None if the
-        model or flavor is unknown.
+        """The number of parameters, or None if the model or flavor is unknown.
+
+        A tied embedding counts once.
         """
         entry = MODELS.get(self.settings.get("model.name", ""))
         flavor = self.settings.get("model.flavor", "")
@@ -151,8 +150,10 @@ class RunRecord:
 
 @cache  # building a model takes longer than reading a run
 def _parameters(name: str, flavor: str, overrides: str) -> int:
-    """Return the number of parameters, from models of one and of two blocks: all blocks
-    are alike, and a config that somebody else made may name any number of them.
+    """Return the number of parameters, computed from models with one and two blocks.
+
+    All blocks have the same size. A config from elsewhere may name any number of blocks,
+    so that building the whole model could take very long.
     """
     args = model_args(name, flavor, json.loads(overrides))
     blocks = args.n_layers
@@ -161,18 +162,18 @@ def _parameters(name: str, flavor: str, overrides: str) -> int:
         with torch.device("meta"):
             model = MODELS[name].model_cls(args)
         sizes.append(args.get_nparams_and_flops(model, args.max_seq_len)[0])
-    one, two = sizes
-    return one + (blocks - 1) * (two - one)
+    with_one_block, with_two_blocks = sizes
+    return with_one_block + (blocks - 1) * (with_two_blocks - with_one_block)
 
 
 def _read(path: Path, name: str, group: str | None) -> RunRecord:
+    """Return the record of a run, or raise ConfigError if it cannot be read."""
     if not reader.is_run(path):
-        what = (
-            "lacks config.json or metrics.jsonl: it is not a run's folder, the run "
-            "has not logged anything yet, or TorchTitan's own trainer wrote it, "
-            "without a config.json"
+        raise ConfigError(
+            f"{str(path)!r} lacks config.json or metrics.jsonl: it is not a run's "
+            "folder, the run has not logged anything yet, or TorchTitan's own trainer "
+            "wrote it, without a config.json; expected a job.dump_folder"
         )
-        raise ConfigError(f"{str(path)!r} {what}; expected a job.dump_folder")
     problems: list[str] = []
     try:
         records = reader.read_written(path)
@@ -205,11 +206,11 @@ def _read(path: Path, name: str, group: str | None) -> RunRecord:
             problems=problems,
             ledger=ledger_lines(path),
         )
-        # what is malformed shows now
+        # Computed now, so that malformed content raises its error here.
         _ = run.model, run.parameters, run.attempts, run.goodputs, run.tokens_per_step
     except ConfigError:
         raise
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # damaged files raise errors of many types
         raise ConfigError(
             f"the run {str(path)!r} cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -219,12 +220,14 @@ def _read(path: Path, name: str, group: str | None) -> RunRecord:
 def gather(
     paths: Sequence[str | Path], left_out: list[str] | None = None
 ) -> list[RunRecord]:
-    """Read the runs, given as folders or as ``NAME=RUN,RUN,…`` for seeds of one
-    condition, in their order.
+    """Return the records of runs, in the order of ``paths``.
 
-    Raises ConfigError if a folder does not exist or is given twice, or if a run cannot
-    be read. With a list of ``left_out``, such a run is left out and the reason appended,
-    and ConfigError is only raised if no run can be read.
+    A path is a folder, or ``NAME=RUN,RUN,…`` for the seeds of one condition. With a list
+    ``left_out``, a run that cannot be read is left out, and the reason is appended to
+    the list.
+
+    Raises ConfigError if a folder does not exist or is repeated, if a run cannot be read
+    and ``left_out`` is None, or if no run can be read.
     """
     folders: dict[Path, str | None] = {}  # the group of each
     for path in paths:
@@ -260,10 +263,10 @@ def gather(
 
 
 def defaults() -> dict[str, Any]:
-    """Return the defaults of TorchTitan and titan-disp by dotted key, with values as in
-    config.json.
+    """Return the default values of TorchTitan and titan-disp by dotted key, as they are
+    in config.json.
     """
-    # ConfigManager warns if the tokenizer's folder does not exist; "." does.
+    # ConfigManager warns if the folder of the tokenizer does not exist; "." exists.
     parsed = ConfigManager().parse_args(
         ["--job.custom_config_module", MODULE, "--model.hf_assets_path", "."]
     )
@@ -271,19 +274,20 @@ def defaults() -> dict[str, Any]:
 
 
 def side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return each key of the flat columns with its value in every column, or
-    ``ABSENT``.
+    """Return the values of each key in all columns, with ``ABSENT`` for columns without
+    the key.
     """
     keys = dict.fromkeys(chain.from_iterable(columns))
     return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
 
 
 def unlike(values: Sequence[Any]) -> bool:
+    """Return whether the values are not all equal."""
     return any(value != values[0] for value in values[1:])
 
 
 def seeds_of(run: RunRecord) -> Seeds:
-    """Return the values of ``SEEDS``."""
+    """Return the run's values of the keys in ``SEEDS``."""
     return tuple(map(run.settings.get, SEEDS))
 
 
@@ -297,9 +301,9 @@ class Condition(NamedTuple):
 def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
     """Return the conditions in the order of their first runs.
 
-    Runs that the user gave under one name are a condition, whatever their seeds. So are
-    other runs with equal configs and different seeds. A second run with the same seeds
-    is a condition of its own.
+    Runs that the user grouped under a name are a condition, whatever their seeds are.
+    Other runs are a condition if their configs are equal and their seeds differ. A
+    second run with the same seeds is a condition of its own.
     """
     groups: dict[object, list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
@@ -325,16 +329,19 @@ def conditions(runs: Sequence[RunRecord]) -> list[Condition]:
 def _named_condition(
     name: str, places: list[int], runs: Sequence[RunRecord]
 ) -> Condition:
+    """Return a condition; if it has several runs, their number is added to its name."""
     seeds = {seeds_of(runs[place]) for place in places}
     if len(places) > 1:
-        noun = "seeds" if len(seeds) == len(places) else "runs"
+        noun = "runs"
+        if len(seeds) == len(places):
+            noun = "seeds"
         name = f"{name} ({len(places)} {noun})"
     return Condition(name, places)
 
 
 def _recipe(run: RunRecord) -> tuple[str, ...]:
-    """Return the part of the config that changes training or measurements, as "key=value"
-    in alphabetical order, without the seeds.
+    """Return the settings that change training or measurements, without the seeds, as
+    "key=value" in alphabetical order.
     """
     kept = {
         k: v
@@ -345,7 +352,7 @@ def _recipe(run: RunRecord) -> tuple[str, ...]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Name a condition after its runs: off-seed-1 and off-seed-2 are off."""
+    """Return the common name of runs: "off" for off-seed-1 and off-seed-2."""
     if len(names) == 1:
         return names[0]
     common = os.path.commonprefix(names)

@@ -1,5 +1,5 @@
-"""This module answers what a person asks first of runs: did they finish, what did they
-reach, are their embeddings condensed, what did dispersion change, and what did it cost.
+"""The first numbers of a report: whether runs finished, which loss they reached, how
+condensed their embeddings are, and what dispersion changed and cost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,25 +34,26 @@ from titan_disp.lab.report.tables import median_speed, state
 from titan_disp.lab.statistics import paired_by_seed, standard_error, with_error
 from titan_disp.text import NOTHING, number
 
-# The first one that all runs have is compared.
+# The first of these series that all runs have is compared.
 LOSSES = (HELD_OUT, VALIDATION, SMOOTHED, CROSS_ENTROPY)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number of each run: at the latest step, or number of tokens, that all of these
-    runs have logged, or over the whole run.
+    """A number of each run: at the latest step (or number of tokens) that all runs have
+    logged, or over the whole run.
     """
 
     label: str
-    values: Mapping[int, float]  # by the run's index, without runs that have none
+    values: Mapping[int, float]  # by the index of the run; a run may have none
     note: str  # such as "at step 300"
-    # Whether differences are relative, such as "-5.1%" for tokens/s
+    # whether differences are relative, such as "-5.1%" for tokens/s
     is_relative: bool = False
 
     def mean(self, condition: Condition) -> str:
-        """Return the mean over a condition's runs as text, or "–" if none has a number.
-        Several runs also have their standard error, unless differences are relative.
+        """Return the mean over a condition's runs as text, or "–" if no run has a value.
+
+        It includes the standard error over several runs, unless ``is_relative``.
         """
         values = [
             self.values[place] for place in condition.places if place in self.values
@@ -65,7 +66,7 @@ class Outcome:
 
 
 class Tile(NamedTuple):
-    """A number of the first screen, as text."""
+    """A number on the first screen, as text."""
 
     label: str
     value: str
@@ -74,7 +75,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Headline:
-    """What a page says first about runs."""
+    """The first numbers and sentences of a page about runs."""
 
     runs: Sequence[RunRecord]
     written: float  # time of the page, in seconds since the epoch
@@ -85,8 +86,8 @@ class Headline:
 
     @cached_property
     def baseline(self) -> Condition:
-        """Return the first condition without dispersion, judged by its first run, or
-        the first condition if all have it.
+        """The first condition whose first run has no dispersion, or else the first
+        condition.
         """
         for condition in self.conditions:
             if not self.runs[condition.places[0]].disperses:
@@ -95,13 +96,13 @@ class Headline:
 
     @cached_property
     def compared(self) -> list[Condition]:
-        """Return the conditions but the baseline."""
+        """The conditions without the baseline."""
         return [c for c in self.conditions if c is not self.baseline]
 
     @cached_property
     def places(self) -> list[int]:
-        """Return the indices of the runs whose step is compared: those whose seeds occur
-        in every condition, or all runs if no seeds do.
+        """The indices of the compared runs: those whose seeds occur in all conditions,
+        or all runs if there are no such seeds.
         """
         seeds_of_conditions = [
             {seeds_of(self.runs[place]) for place in condition.places}
@@ -113,9 +114,10 @@ class Headline:
 
     @cached_property
     def outcomes(self) -> list[Outcome]:
-        """Return what is compared, for the runs in ``places`` that have logged a row: a
-        loss, the mean cosine, if there is only one condition the dispersion loss, and the
-        speed. Of the first three, those that one of these runs lacks are left out.
+        """The compared outcomes of the runs in ``places`` that have logged a row.
+
+        These are a loss, the mean cosine, the dispersion loss if there is only one
+        condition, and the speed. All but the speed are left out if a run lacks them.
         """
         runs = {
             place: self.runs[place] for place in self.places if self.runs[place].rows
@@ -124,12 +126,12 @@ class Headline:
             return []
         losses = list(LOSSES)
         if unlike([run.settings.get("metrics.log_freq") for run in self.runs]):
-            # Ten rows of one run are not as many steps as ten rows of another.
+            # Ten rows then span different numbers of steps.
             losses.remove(SMOOTHED)
         of_losses = (_outcome(series, runs) for series in losses)
         loss = next(filter(None, of_losses), None)
         further = [_outcome(COSINE, runs)]
-        if not self.compared:  # of other options, the dispersion loss is another number
+        if not self.compared:  # conditions may differ in their definition of this loss
             further.append(_outcome(DISPERSION, runs))
         speeds = {
             place: speed
@@ -141,9 +143,9 @@ class Headline:
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        """Return the numbers of one condition, or the differences of two.
+        """The numbers of a single condition, or the differences between two conditions.
 
-        It is empty for more conditions, for which the page has a table.
+        For more conditions, the list is empty, and the page has a table.
         """
         if not self.compared:
             return [Tile(o.label, o.mean(self.baseline), o.note) for o in self.outcomes]
@@ -159,22 +161,22 @@ class Headline:
 
     @property
     def progress(self) -> Tile:
-        """Return how many runs are complete, and the states of the others."""
+        """The number of complete runs, and the states of the other runs."""
         states = {run.name: state(run, self.written).word for run in self.runs}
-        others = [
+        incomplete = [
             f"{name} is {word}" for name, word in states.items() if word != "complete"
         ]
-        complete = len(self.runs) - len(others)
+        complete = len(self.runs) - len(incomplete)
         text = f"{complete} of {counted(len(self.runs), 'run')}"
-        return Tile("complete", text, ", ".join(others))
+        return Tile("complete", text, ", ".join(incomplete))
 
     @property
     def sentence(self) -> str:
-        """Return the result in words.
+        """The result in words.
 
-        Of one condition, these are the state of its only run, or how many of its runs are
-        complete, and the first two numbers; of two, the first difference; of more, how
-        many runs are complete.
+        For a single condition: the state of its run, or the number of complete runs, and
+        the first two numbers. For two conditions: the first difference. For more
+        conditions: the number of complete runs.
         """
         if len(self.compared) > 1:
             baseline = self.baseline.name
@@ -191,11 +193,11 @@ class Headline:
         return " ".join([progress, *results])
 
     def difference(self, outcome: Outcome, condition: Condition) -> Tile:
-        """Return the mean of a condition minus the baseline over pairs of runs with the
-        same seeds, with its 95 % interval as the note.
+        """Return the mean difference between a condition and the baseline over pairs of
+        runs with the same seeds. The note has its 95 % interval.
 
-        The value is "–" without such a pair. A relative difference is the geometric mean
-        of the ratios, minus 1, in percent.
+        The value is "–" if there is no such pair. A relative difference is the geometric
+        mean of the ratios, minus 1, in percent.
         """
         values = outcome.values
         number_format = "+.4f"
@@ -207,34 +209,37 @@ class Headline:
         )
         if difference is None:
             return Tile(outcome.label, NOTHING, "no seed in common")
-        numbers = [difference.mean, difference.low, difference.high]
-        if outcome.is_relative:
-            numbers = [x if x is None else np.expm1(x) for x in numbers]
-        mean, low, high = numbers
+
+        def as_text(value: float) -> str:
+            if outcome.is_relative:
+                value = np.expm1(value)
+            return f"{value:{number_format}}"
+
         note = f"{counted(difference.pairs, 'pair')} of seeds"
-        if low is not None and high is not None:
-            interval = f"{low:{number_format}} to {high:{number_format}}"
+        if difference.low is not None and difference.high is not None:
+            interval = f"{as_text(difference.low)} to {as_text(difference.high)}"
             note = f"95\N{NO-BREAK SPACE}%: {interval}, {note}"
-        return Tile(outcome.label, f"{mean:{number_format}}", note)
+        return Tile(outcome.label, as_text(difference.mean), note)
 
     def _by_seed(
         self, values: Mapping[int, float], condition: Condition
     ) -> dict[Seeds, float]:
-        """Return the values of a condition's runs by their seeds, without runs that have
-        no value or an unset seed.
+        """Return the values of a condition's runs by seeds, without runs that have no
+        value or whose seed is not set.
         """
         by_seed = {}
         for place in condition.places:
             seeds = seeds_of(self.runs[place])
-            # A run draws an unset seed anew, so that it has no partner.
+            # A seed that is not set is drawn at random, so that the run has no partner.
             if place in values and None not in seeds:
                 by_seed[seeds] = values[place]
         return by_seed
 
 
 def _outcome(series: Series, runs: Mapping[int, RunRecord]) -> Outcome | None:
-    """Return the outcome of a series for runs, given by their indices. None if a run has
-    no finite number of the series, or if the runs share no step but 0.
+    """Return the outcome of a series for ``runs`` (by index).
+
+    Returns None if a run has no finite number, or if the runs share no step except 0.
     """
     xlabel = xlabel_of(list(runs.values()))
     columns = {}

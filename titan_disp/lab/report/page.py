@@ -1,5 +1,5 @@
-"""This module draws and describes the pictures of the page, renders them with the
-headline and the tables into page.html.j2, and writes it.
+"""Draws the pictures of the report, renders them with the headline and the tables into
+page.html.j2, and writes the page.
 """
 
 import json
@@ -51,12 +51,10 @@ MAPS = 2  # layer maps of the first screen, at most
 
 @dataclass(frozen=True)
 class Picture:
-    """Represent a picture of the page, with a description for people who do not see
-    it.
-    """
+    """A picture of the page."""
 
     svg: Markup
-    alt: str
+    alt: str  # description for people who cannot see the picture
     wide: bool = False  # whether it needs the whole width of the page
 
 
@@ -65,8 +63,9 @@ def _picture(figure: Figure, alt: str, wide: bool = False) -> Picture:
 
 
 def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Line]:
-    """Return lines against steps or tokens, with the resumes, for runs that have at
-    least two points.
+    """Return a line against steps or tokens for each run with at least two points.
+
+    Lines also have the places of the run's resumes.
     """
     lines = []
     for place, run in enumerate(runs):
@@ -87,8 +86,8 @@ def lines_of(runs: Sequence[RunRecord], xlabel: str, points: Points) -> list[Lin
 class Report:
     """The runs of a page, and its pictures.
 
-    If all runs have the same number of tokens per step, the x axes are steps, or tokens
-    if the reader chooses so. Otherwise, they are tokens.
+    If all runs have the same number of tokens per step, the reader of the page can
+    choose steps or tokens for the x axes. Otherwise, they are tokens.
     """
 
     runs: Sequence[RunRecord]
@@ -103,8 +102,10 @@ class Report:
 
     @cached_property
     def pictured(self) -> Sequence[RunRecord]:
-        """Return the runs with pictures of their own: all, or if there are many, the
-        first of each of the first conditions.
+        """The runs with pictures of their own.
+
+        These are all runs, or for more than ``MANY`` runs, the first run of each of the
+        first conditions.
         """
         if len(self.runs) <= MANY:
             return self.runs
@@ -112,27 +113,28 @@ class Report:
 
     @property
     def first_runs(self) -> list[RunRecord]:
-        """Return the first run of each condition."""
+        """The first run of each condition."""
         return [self.runs[condition.places[0]] for condition in self.conditions]
 
     @cached_property
     def formulas(self) -> list[AngularFormula | None]:
-        """Return the formulas of the runs that disperse, without duplicates. None stands
-        for another loss.
+        """The different formulas of the runs with dispersion.
+
+        None stands for a loss that is not angular.
         """
         disperse = [run.config["dispersion"] for run in self.runs if run.disperses]
         return list(dict.fromkeys(map(AngularFormula.of_run, disperse)))
 
     @property
     def ceiling(self) -> float | None:
-        """Return the highest dispersion loss, if it is the same for all runs."""
+        """The highest possible dispersion loss, or None if runs differ in it."""
         if len(self.formulas) == 1 and self.formulas[0] is not None:
             return self.formulas[0].ceiling
         return None
 
     def lines(self, series: Series) -> list[Line]:
-        """Return a chart's lines, one for each condition, or none if no run has two
-        points.
+        """Return the lines of a chart, one for each condition. The list is empty if no
+        run has two points.
         """
         lines = lines_of(self.runs, self.xlabel, series.points)
         return by_condition(self.conditions, lines)
@@ -140,8 +142,9 @@ class Report:
     def draw(
         self, column: Sequence[Series], size: tuple[float, float]
     ) -> Picture | None:
-        """Draw charts above one another, without those that have no lines. ``size`` is
-        in inches.
+        """Return charts above one another, or None if no series has lines.
+
+        Series without lines are left out. ``size`` is in inches.
         """
         lines = {series: self.lines(series) for series in column}
         drawn = [series for series in column if lines[series]]
@@ -159,12 +162,12 @@ class Report:
         return _picture(figure, f"{'. '.join(texts)}, against {self.xlabel}s")
 
     def gallery(self, table: Iterable[Series]) -> list[Picture]:
-        """Draw each chart that has lines."""
+        """Return a chart for each series that has lines."""
         return list(filter(None, [self.draw([series], SIZE) for series in table]))
 
     def layer_maps(self, runs: Sequence[RunRecord]) -> Picture | None:
-        """Draw the mean cosine by layer and step above one another, for runs with at
-        least two measurements.
+        """Return maps of the mean cosine by layer and step, one above another, for runs
+        with at least two measurements; None if there is no such run.
         """
         runs = [
             run
@@ -186,16 +189,20 @@ class Report:
         return _picture(figure, f"mean cosine by layer and {self.xlabel}: {names}")
 
     def first_screen(self) -> list[Picture]:
-        """Draw the layer maps and the losses: cross-entropy, of held-out text if there
-        is any, and the dispersion loss.
+        """Return the layer maps and the losses, if they can be drawn.
+
+        The losses are the dispersion loss and the cross-entropy, on held-out text if it
+        was measured.
         """
-        cross_entropy = HELD_OUT if self.lines(HELD_OUT) else CROSS_ENTROPY
+        cross_entropy = CROSS_ENTROPY
+        if self.lines(HELD_OUT):
+            cross_entropy = HELD_OUT
         losses = self.draw([cross_entropy, DISPERSION], TALL)
         return list(filter(None, [self.layer_maps(self.first_runs[:MAPS]), losses]))
 
     def condensation_by_layer(self) -> list[Picture]:
-        """Draw mean cosines by layer at some steps, and the cosines of all pairs at the
-        first, most condensed and last one.
+        """Return pictures of mean cosines by layer at some steps, and of the cosines of
+        all pairs at the first, the most condensed and the last step.
         """
         runs = [run for run in self.pictured if run.condensation]
         if not runs:
@@ -218,7 +225,7 @@ class Report:
 
 
 def _ends(lines: Sequence[Line]) -> str:
-    """Return the first and the last finite number of each line, for its description."""
+    """Return the first and the last finite number of each line, as text."""
     texts = []
     for line in lines:
         finite = line.y[np.isfinite(line.y)]
@@ -227,7 +234,7 @@ def _ends(lines: Sequence[Line]) -> str:
 
 
 def history(run: RunRecord) -> Picture | None:
-    """Draw steps and events against time. Returns None if nothing was logged."""
+    """Return a picture of steps and events against time, or None if nothing was logged."""
     if not run.attempts:
         return None
     alt = (
@@ -243,13 +250,13 @@ def render(
     left_out: Sequence[str] = (),
     scores: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Render the HTML page.
+    """Return the HTML page, which needs no other file. Texts from runs are escaped.
 
-    It needs no other file, and texts from a run's files are never markup in it.
-
-    ``written``, in seconds since the epoch, decides whether a run is alive.
-    ``left_out`` says which runs could not be read or drawn. ``scores`` are lines of an
-    evaluation, as ``beside`` returns them.
+    Args:
+        written: time of the page in seconds since the epoch; decides whether a run
+            counts as running.
+        left_out: reasons why runs could not be read or drawn.
+        scores: lines of an evaluation, as ``beside`` returns them.
     """
     page = templates(
         __file__, number=number, duration=duration, when=tables.when
@@ -271,10 +278,9 @@ def render(
 def _drawable(
     runs: Sequence[RunRecord], written: float, left_out: list[str]
 ) -> list[RunRecord]:
-    """Return the runs of which a page can be made.
+    """Return the runs that can be drawn, and append to ``left_out`` why others cannot.
 
-    ``left_out`` receives the reasons for the others. Raises ConfigError if there is no
-    such run.
+    Raises ConfigError if no run can be drawn.
     """
     drawable = []
     for run in runs:
@@ -292,8 +298,9 @@ def _drawable(
 
 
 def _scores(evaluation: Path | None) -> list[list[str]]:
-    """Return the lines of an evaluation, in the form of ``beside``. Raises
-    ConfigError.
+    """Return the lines of an evaluation, as ``beside`` returns them; [] without one.
+
+    Raises ConfigError if the results cannot be read.
     """
     if evaluation is None:
         return []
@@ -309,16 +316,18 @@ def _scores(evaluation: Path | None) -> list[list[str]]:
 def write_report(
     paths: Sequence[str | Path], out: str | Path, evaluation: Path | None = None
 ) -> Path:
-    """Write the page about the runs in these folders (see ``gather``) and their
-    evaluation, and return its path.
+    """Write the page about runs (``paths`` as for ``gather``) and their evaluation, and
+    return its path.
+
+    Raises ConfigError if no run can be read or drawn, or the page cannot be written.
     """
     out = Path(out)
     if out.is_dir() or not out.parent.is_dir():
-        what = "is in a folder that does not exist"
+        problem = "is in a folder that does not exist"
         if out.is_dir():
-            what = "is a folder"
+            problem = "is a folder"
         raise ConfigError(
-            f"--out {str(out)!r} {what}, expected a file such as report.html in an "
+            f"--out {str(out)!r} {problem}, expected a file such as report.html in an "
             "existing folder"
         )
     left_out: list[str] = []
@@ -327,7 +336,7 @@ def write_report(
     written = time.time()
     try:
         html = render(runs, written, left_out, scores)
-    except Exception:  # numbers of a run that can be read, but not drawn
+    except Exception:  # a run may have numbers that can be read but not drawn
         drawable = _drawable(runs, written, left_out)
         if len(drawable) == len(runs):
             raise

@@ -1,5 +1,5 @@
-"""This module declares the numbers of a run that the page draws, and lists at the end of
-the run.
+"""Declares the series (numbers of a run by step) that the page draws, and whose last
+values it lists.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +13,9 @@ from titan_disp.lab.report import charts
 from titan_disp.lab.report.charts import Scale
 from titan_disp.lab.report.gather import RunRecord
 
-# rows over which a training loss is averaged, because one batch's loss is noisy
+# Rows over which a training loss is averaged, because the loss of a batch is noisy.
 LAST_ROWS = 10
-# a function that reads steps and values
+# function that reads (steps, values) from a run
 Points = Callable[[RunRecord], tuple[Iterable[float], Iterable[float]]]
 
 
@@ -34,11 +34,13 @@ class Series:
 
 
 def tokens_per_step(runs: Sequence[RunRecord]) -> float | None:
-    """Return the tokens per step if all runs have the same. None if they differ, or if
-    nothing was logged.
+    """Return the tokens per step of all runs, or None if runs differ or nothing was
+    logged.
     """
     numbers = {run.tokens_per_step for run in runs if run.rows}
-    return numbers.pop() if len(numbers) == 1 else None
+    if len(numbers) == 1:
+        return numbers.pop()
+    return None
 
 
 def xlabel_of(runs: Sequence[RunRecord]) -> str:
@@ -49,8 +51,10 @@ def xlabel_of(runs: Sequence[RunRecord]) -> str:
 
 
 def per_step(run: RunRecord, xlabel: str) -> float:
-    """Return by how much x grows in a step of the run. NaN if it is not known."""
-    return run.tokens_per_step if xlabel == "tokens" else 1.0
+    """Return by how much x grows in a step of the run, or NaN if this is unknown."""
+    if xlabel == "tokens":
+        return run.tokens_per_step
+    return 1.0
 
 
 def logged(key: str) -> Points:

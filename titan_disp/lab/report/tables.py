@@ -1,5 +1,5 @@
-"""This module decides whether a run is complete, alive or dead, and builds the tables
-of the page as text.
+"""Decides whether a run is complete, running or interrupted, and builds the cells of the
+page's tables.
 """
 
 import json
@@ -35,8 +35,8 @@ from titan_disp.run.reader import flatten
 from titan_disp.tables import written_out
 from titan_disp.text import NOTHING, duration, number
 
-# a run counts as dead after so many seconds without a row, or ten log intervals if they
-# are longer
+# A run counts as interrupted after so many seconds without a row, or after ten log
+# intervals if that is longer.
 ALIVE = 900.0
 
 Rows = dict[str, list[str]]  # a cell for each run, by heading
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
 
 def state(run: RunRecord, at: float) -> State:
-    """Return the state of a run at a time, in seconds since the epoch."""
+    """Return the state of a run at the time ``at``, in seconds since the epoch."""
     if not run.attempts:
         return State("empty", "nothing was logged yet")
     last = run.attempts[-1]
@@ -77,14 +77,14 @@ def state(run: RunRecord, at: float) -> State:
 
 
 def when(seconds: float) -> str:
-    """Format seconds since the epoch as a date and time in UTC."""
+    """Return seconds since the epoch as a date and time in UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime(
         "%Y-%m-%d %H:%M:%S UTC"
     )
 
 
 def _to_json(value: Any) -> str:
-    """Format a value as JSON, which distinguishes the empty string, null and false."""
+    """Return a value as JSON, which distinguishes the empty string, null and false."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -93,7 +93,7 @@ def _without_empty(rows: Rows) -> Rows:
 
 
 def dispersion(run: RunRecord) -> str:
-    """Return the keys of [dispersion] that say which losses the run has, or "off"."""
+    """Return the keys of [dispersion] that define the run's losses as text, or "off"."""
     if not run.disperses:
         return "off"
     section = run.config["dispersion"]
@@ -107,7 +107,7 @@ def dispersion(run: RunRecord) -> str:
 
 
 def percent(spent: Goodput) -> str:
-    """Return how much of the time went into steps that no later start repeated, such as
+    """Return the share of the time in steps that were not repeated later, such as
     "87.7%", or "–" if no time was recorded.
     """
     if not spent.total:
@@ -116,15 +116,16 @@ def percent(spent: Goodput) -> str:
 
 
 def goodput(run: RunRecord) -> Goodput:
-    """Return how all starts together spent their time, or zeros if the run did not
+    """Return how all starts together spent their time; all zeros if the run did not
     record it.
     """
     return together(run.goodputs)
 
 
 def stragglers(run: RunRecord) -> list[list[Mapping[str, Any]]]:
-    """Return the rows that name a slow rank, in one list for each such rank. The rank
-    that is named most often comes first. A list is in the order of time.
+    """Return a list for each slow rank: the rows that name this rank, in order of time.
+
+    The rank that is named most often comes first.
     """
     rows_by_rank: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in run.written:
@@ -134,7 +135,7 @@ def stragglers(run: RunRecord) -> list[list[Mapping[str, Any]]]:
 
 
 def median_speed(run: RunRecord) -> float:
-    """Return the median of the tokens/s of one rank, or NaN."""
+    """Return the median of the tokens/s of a rank, or NaN if none was logged."""
     speeds = run.series("tps")
     finite = speeds[np.isfinite(speeds)]
     if not len(finite):
@@ -143,7 +144,9 @@ def median_speed(run: RunRecord) -> float:
 
 
 def _last(series: Series, run: RunRecord) -> str:
-    """Return the last number of a series, with its step if the run went further."""
+    """Return the last number of a series as text, with its step if the run has later
+    steps.
+    """
     by_step = series.by_step(run)
     if not by_step:
         return NOTHING
@@ -155,7 +158,7 @@ def _last(series: Series, run: RunRecord) -> str:
 
 
 def highest_cosine(run: RunRecord) -> str:
-    """Return the highest mean cosine of all blocks, with its step, or "–"."""
+    """Return the highest mean cosine over all blocks and its step as text, or "–"."""
     by_step = COSINE.by_step(run)
     if not by_step:
         return NOTHING
@@ -179,10 +182,11 @@ def final_numbers(runs: Sequence[RunRecord]) -> Rows:
 
 
 def data_counters(runs: Sequence[RunRecord]) -> Rows:
-    """Return the loader's counters of all ranks, from the last row of each run.
+    """Return the counters of the data loader, summed over ranks, from the last row of
+    each run.
 
-    A run with several sources also has the cross-entropy of each, which is a mean over
-    its last ``LAST_ROWS`` rows.
+    A run with several sources also has the cross-entropy of each source, averaged over
+    the run's last ``LAST_ROWS`` rows.
     """
     columns = []
     for run in runs:
@@ -204,13 +208,14 @@ def data_counters(runs: Sequence[RunRecord]) -> Rows:
 
 
 class Differences(NamedTuple):
-    """Hold keys of configs. The first column is of the defaults, the others of runs."""
+    """Rows of config keys. The first column is the default, and each further column a run."""
 
     differ: Rows  # keys in which runs differ
-    shared: Rows  # keys with a common value that is not the default
+    shared: Rows  # keys with the same value in all runs, which is not the default
 
 
 def config_differences(runs: Sequence[RunRecord]) -> Differences:
+    """Return the keys in which the configs differ from each other or from the defaults."""
     columns = side_by_side([defaults(), *(run.settings for run in runs)])
     differ = {key: values for key, values in columns.items() if unlike(values[1:])}
     shared = {
@@ -222,7 +227,7 @@ def config_differences(runs: Sequence[RunRecord]) -> Differences:
 
 
 def environments(runs: Sequence[RunRecord]) -> Rows:
-    """Return the entries of environment.json as JSON, by dotted key."""
+    """Return the entries of each run's environment.json as JSON, by dotted key."""
     return _as_json(side_by_side([flatten(run.environment) for run in runs]))
 
 
@@ -236,6 +241,7 @@ def _as_json(rows: Mapping[str, Sequence[Any]]) -> Rows:
 
 
 def _detail(name: str, value: Any) -> str:
+    """Return the value of an entry of an event, as text."""
     if name == "allocated":
         return when(value)
     if name == "spent":
@@ -255,8 +261,8 @@ def _detail(name: str, value: Any) -> str:
 
 
 def details(event: Mapping[str, Any]) -> str:
-    """Return the entries of an event as text, without its time, its name (``event``),
-    its step and empty entries.
+    """Return the entries of an event as text, except its time, name, step and empty
+    entries.
     """
     parts = []
     for name, value in event.items():
@@ -266,8 +272,10 @@ def details(event: Mapping[str, Any]) -> str:
 
 
 def event_groups(run: RunRecord) -> list[list[Mapping[str, Any]]]:
-    """Return the events in groups: consecutive checkpoints are one, and so are skips.
-    The others are alone.
+    """Return the events in groups.
+
+    Consecutive checkpoints are a group, and so are consecutive skips. Each other event
+    is a group of its own.
     """
     groups: list[list[Mapping[str, Any]]] = []
     for event in run.events:

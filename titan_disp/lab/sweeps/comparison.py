@@ -1,8 +1,8 @@
-"""This module compares a sweep's conditions by one number of each run, and writes
-tables and a picture of it.
+"""Compares the conditions of a sweep by a metric at the end of each run, and writes the
+comparison as tables and a picture.
 
-The number is the run's metric after its last step. A condition has its mean over seeds,
-and its difference to one condition, the baseline, is paired by seed.
+The value of a condition is the mean over its seeds. Its difference from the baseline, a
+condition that the user chooses, is paired by seed.
 """
 
 import math
@@ -44,7 +44,7 @@ from titan_disp.text import NOTHING, csv_text, latex_table, markdown_table
 
 TRAINING = ("loss", "ce", "dispersion", "grad_norm")  # of the last logged step
 BY_PART = ("mean_cosine", "std_cosine", "mean_angle", "effective_rank")
-# of a deep model
+# parts of a model that follow a name of BY_PART after a dot
 PARTS = (
     "blocks",
     "early_blocks",
@@ -54,8 +54,8 @@ PARTS = (
     "final_norm",
 )
 FALLBACK = "ce"
-# the first one that any finished run has is the default
-DEFAULTS = ("validation", "cross_entropy", FALLBACK)
+# The default metric is the first of these that a finished run has.
+DEFAULTS: tuple[str, ...] = ("validation", "cross_entropy", FALLBACK)
 LABELS = {
     "validation": "held-out cross-entropy (validation)",
     "cross_entropy": "held-out cross-entropy",
@@ -71,8 +71,8 @@ LABELS = {
 
 def check_metric(name: str) -> None:
     """Raise ConfigError if there is no metric of this name."""
-    kind, part = _parts(name)
-    if name not in LABELS and (kind not in BY_PART or part not in PARTS):
+    quantity, part = _parts(name)
+    if name not in LABELS and (quantity not in BY_PART or part not in PARTS):
         raise ConfigError(
             f"the metric is {name!r} (--metric, or sweep.metric in the file), "
             f"expected {', '.join(LABELS)}, or {', '.join(BY_PART)}, each with a part "
@@ -82,25 +82,25 @@ def check_metric(name: str) -> None:
 
 
 def label(name: str) -> str:
+    """Return the description of a metric for headings and axes."""
     return LABELS.get(name) or " of the ".join(
         part.replace("_", " ") for part in _parts(name)
     )
 
 
 def final_metric(run: Path, name: str) -> float | None:
-    """Return a number at the end of a run, or None if the run has not measured it or it
-    is not finite.
+    """Return a metric at the end of a run, or None if it was not measured there or is
+    not finite.
+
+    Cross-entropies are in nats, and angles are fractions of π. ``validation`` is
+    TorchTitan's validation loss. ``cross_entropy`` and the statistics of cosines are
+    those of the condensation measurement after the last step.
 
     Raises ConfigError if there is no such metric, or a file of the run cannot be read.
-    Cross-entropies are in nats, and angles are fractions of π.
-
-    ``validation`` is TorchTitan's validation loss. The run measures ``cross_entropy``
-    and everything about cosines on held-out text after its last step
-    (``[condensation]``).
     """
     check_metric(name)
     row = last_row(run)
-    # Events, such as complete, know later steps than the last logged row.
+    # Events such as "complete" may be at later steps than the last logged row.
     last = max([row.get("step", 0), *(event["step"] for event in read_events(run))])
     if name in TRAINING:
         value = row.get(name)
@@ -108,37 +108,41 @@ def final_metric(run: Path, name: str) -> float | None:
         value = _at_the_end(read_validation(run), last)
     else:
         value = _measured(run, name, last)
-    return value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def _parts(name: str) -> tuple[str, str]:
-    kind, _, part = name.partition(".")
-    return kind, part or "blocks"
+    """Return (quantity, part of the model) for the name of a metric."""
+    quantity, _, part = name.partition(".")
+    return quantity, part or "blocks"
 
 
 def _measured(run: Path, name: str, last: int) -> float | None:
+    """Return a metric of the condensation measurement at step ``last``, or None."""
     by_step = read_condensation(run)
-    found = _at_the_end(by_step, last)
-    if found is None:
+    row = _at_the_end(by_step, last)
+    if row is None:
         return None
     if name == "cross_entropy":
-        return found.get("cross_entropy")
-    kind, part = _parts(name)
+        return row.get("cross_entropy")
+    quantity, part = _parts(name)
     file = run / "condensation" / f"step-{max(by_step)}.npz"
     if not file.is_file():
         return None
     measured = Measurement.load(file)
     if name in RANKS:
         return over_depth(OF_PAPER, name)(measured)
-    return measured.by_part()[kind].get(part)
+    return measured.by_part()[quantity].get(part)
 
 
 def _at_the_end(by_step: Mapping[int, Any], last: int) -> Any:
-    """Return the newest entry, or None if the run logged later steps, because it is
-    then not from the end.
-    """
+    """Return the newest entry, or None if it is older than the run's ``last`` step."""
     newest = max(by_step, default=-1)
-    return by_step[newest] if newest >= last else None
+    if newest < last:
+        return None
+    return by_step[newest]
 
 
 Seeds = tuple[tuple[str, object], ...]  # keys and values of the config
@@ -146,9 +150,9 @@ Seeds = tuple[tuple[str, object], ...]  # keys and values of the config
 
 @dataclass(frozen=True)
 class Member:
-    """Represent a point of a condition.
+    """A point of a condition with the value of its metric.
 
-    ``value`` is its metric, or None with the reason in ``missing``.
+    If the value is None, ``missing`` has the reason.
     """
 
     name: str
@@ -159,16 +163,16 @@ class Member:
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold the points that differ only in their seeds."""
+    """Points that differ only in their seeds."""
 
     name: str
     members: tuple[Member, ...]
-    # to the baseline; None for the baseline itself, and where there is none
+    # from the baseline; None for the baseline, and if it cannot be computed
     difference: Difference | None = None
 
     @property
     def values(self) -> dict[Seeds, float]:
-        """Return the metric by seeds, for points that have it."""
+        """The values of the metric by seeds, without points that have none."""
         return {
             member.seeds: member.value
             for member in self.members
@@ -177,7 +181,9 @@ class Condition:
 
     @property
     def mean(self) -> float | None:
-        return float(np.mean(list(self.values.values()))) if self.values else None
+        if not self.values:
+            return None
+        return float(np.mean(list(self.values.values())))
 
     @property
     def standard_error(self) -> float | None:
@@ -186,31 +192,35 @@ class Condition:
 
 @dataclass(frozen=True)
 class SweepComparison:
-    """Hold a sweep's conditions in the order of its file."""
+    """The conditions of a sweep, in the order of its file, with their metric."""
 
     metric: str
     against: str | None  # name of the baseline
     conditions: list[Condition]
-    # the metric is training cross-entropy because no run has measured held-out text
+    # whether the metric is training cross-entropy only because no run has measured
+    # held-out text
     held_out_is_missing: bool
 
 
 def compare(
     sweep: Sweep, metric: str | None = None, against: str | None = None
 ) -> SweepComparison:
-    """Read the runs of a sweep and compare them by a metric of ``final_metric`` with
-    the condition ``against``.
+    """Return the conditions of a sweep with a metric of ``final_metric`` and their
+    differences from the condition ``against``.
 
-    The defaults are the sweep's own. Without a metric of its own, it is the first of
-    ``DEFAULTS`` that any run has.
+    By default, both are those of the sweep's file. If it names no metric, the first of
+    ``DEFAULTS`` that a run has is used. Raises ConfigError if there is no such metric or
+    condition.
     """
-    every = points(sweep)
-    asked = metric or sweep.metric
+    chosen_metric = metric or sweep.metric
     against = against or sweep.against
-    for name in [asked] if asked else DEFAULTS:
+    candidates = DEFAULTS
+    if chosen_metric:
+        candidates = (chosen_metric,)
+    for name in candidates:
         check_metric(name)
         by_condition: dict[str, list[Member]] = {}
-        for point in every:
+        for point in points(sweep):
             by_condition.setdefault(point.condition, []).append(_member(point, name))
         members = chain.from_iterable(by_condition.values())
         if any(member.value is not None for member in members):
@@ -228,14 +238,15 @@ def compare(
         metric=name,
         against=against,
         conditions=with_differences(conditions, against),
-        held_out_is_missing=not asked and name == FALLBACK,
+        held_out_is_missing=not chosen_metric and name == FALLBACK,
     )
 
 
 def _member(point: Point, metric: str) -> Member:
-    """Return a point with its metric if it has finished.
+    """Return a point with its metric, or with the reason why the metric is missing.
 
-    One run that cannot be read must not cost the others' table.
+    A run that cannot be read is such a reason, and no error, so that the others are
+    compared.
     """
     value = None
     try:
@@ -254,7 +265,7 @@ def _member(point: Point, metric: str) -> Member:
 def with_differences(
     conditions: Sequence[Condition], against: str | None
 ) -> list[Condition]:
-    """Return the conditions with their differences to one of them, the baseline.
+    """Return the conditions with their differences from the condition ``against``.
 
     Holm's p values are over all differences.
     """
@@ -262,8 +273,8 @@ def with_differences(
         return list(conditions)
     by_seed = {condition.name: condition.values for condition in conditions}
     differences = differences_over_seeds(by_seed, against)
-    # A single pair has no p value, and Holm would count it as a comparison. (Without
-    # pairs, Welch's t-test has one.)
+    # A single pair has no p value, but Holm would count it as a comparison. 0 pairs mean
+    # Welch's t-test, which has a p value.
     comparable = {name: test for name, test in differences.items() if test.pairs != 1}
     adjusted = with_holm(list(comparable.values()))
     differences |= dict(zip(comparable, adjusted, strict=True))
@@ -275,7 +286,7 @@ def with_differences(
 
 def write_table(sweep: Sweep, options: SweepTableOptions) -> str:
     """Write table.md, table.csv, values.csv and a picture to ``options.out`` or the
-    sweep's folder, and return the Markdown.
+    sweep's folder, and return the text of table.md.
     """
     comparison = compare(sweep, options.metric, options.against)
     formats = picture_formats(options.format)
@@ -302,7 +313,7 @@ def write_table(sweep: Sweep, options: SweepTableOptions) -> str:
 
 
 def table(comparison: SweepComparison) -> list[list[str]]:
-    """Return the cells of a header and of a row for each condition."""
+    """Return the rows of the table: a header, and a row for each condition."""
     header = ["condition", "seeds", label(comparison.metric)]
     if comparison.against is not None:
         header += [
@@ -328,19 +339,17 @@ def _row(condition: Condition) -> list[str]:
     difference = condition.difference
     if difference is None:
         return [*cells, *[NOTHING] * 5]
-    return [
-        *cells,
-        str(difference),
-        str(difference.pairs),
-        difference.interval,
-        *(
-            NOTHING if p is None else f"{p:.2g}"
-            for p in (difference.p_value, difference.holm)
-        ),
-    ]
+    cells += [str(difference), str(difference.pairs), difference.interval]
+    for p in (difference.p_value, difference.holm):
+        if p is None:
+            cells.append(NOTHING)
+        else:
+            cells.append(f"{p:.2g}")
+    return cells
 
 
 def _notes(comparison: SweepComparison) -> list[str]:
+    """Return the paragraphs below the table."""
     notes = [
         f"Numbers are means ± standard errors over seeds of the {label(comparison.metric)}."
     ]
@@ -356,8 +365,8 @@ def _notes(comparison: SweepComparison) -> list[str]:
         )
         if any(c.difference and not c.difference.pairs for c in comparison.conditions):
             notes[0] += (
-                "\nWithout a pair of equal seeds (pairs 0), they and p are those of "
-                "Welch's t-test."
+                "\nWithout a pair of equal seeds (pairs 0), difference, interval and p "
+                "are those of Welch's t-test."
             )
     members = list(chain.from_iterable(c.members for c in comparison.conditions))
     missing = [
@@ -368,7 +377,8 @@ def _notes(comparison: SweepComparison) -> list[str]:
             f"**The table lacks {len(missing)} of {counted(len(members), 'point')}**"
         )
         notes.append(
-            f"{count}. The numbers are those of the others.\n\n" + "\n".join(missing)
+            f"{count}. The numbers are those of the other points.\n\n"
+            + "\n".join(missing)
         )
     return notes
 
@@ -405,8 +415,8 @@ def to_csv(comparison: SweepComparison) -> str:
 
 
 def values_csv(comparison: SweepComparison) -> str:
-    """Return CSV with a row for each run, with the numbers behind the table and the
-    reasons for missing ones.
+    """Return CSV with a row for each run: the value of its metric, or the reason why the
+    value is missing.
     """
     rows: list[list[Any]] = [["run", "point", "seeds", "metric", "value", "missing"]]
     for condition in comparison.conditions:
@@ -426,13 +436,18 @@ def values_csv(comparison: SweepComparison) -> str:
 
 
 def draw(comparison: SweepComparison) -> Figure:
-    """Draw a row of dots for each condition, one per seed, with mean ± standard error,
-    and the paired differences.
+    """Return a figure with a row for each condition: a dot per seed, and the mean ±
+    standard error. A second panel has the paired differences, if there are any.
     """
     conditions = comparison.conditions
-    two = any(condition.difference is not None for condition in conditions)
-    figure = new_figure(10 if two else 6.5, 1.6 + 0.36 * len(conditions))
-    panels = figure.subplots(1, 2 if two else 1, sharey=True, squeeze=False)[0]
+    has_differences = any(c.difference is not None for c in conditions)
+    columns = 1
+    width = 6.5
+    if has_differences:
+        columns = 2
+        width = 10
+    figure = new_figure(width, 1.6 + 0.36 * len(conditions))
+    panels = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
     for axes in panels:
         axes.locator_params(axis="x", nbins=6)
         axes.grid(axis="x", alpha=0.3)
@@ -460,7 +475,7 @@ def draw(comparison: SweepComparison) -> Figure:
     panels[0].set_xlabel(
         fill(label(comparison.metric), 40) + "\n(a dot per seed; mean ± standard error)"
     )
-    if two:
+    if has_differences:
         panels[1].axvline(0, color="black", linewidth=0.8)
         panels[1].set_xlabel(
             plain(
@@ -479,7 +494,9 @@ def _draw_dots(axes: Axes, place: int, values: Sequence[float]) -> None:
 def _draw_difference(
     axes: Axes, place: int, condition: Condition, baseline: Mapping[Seeds, float]
 ) -> None:
-    """Draw a condition's difference with its interval, and that of each pair."""
+    """Draw a condition's mean difference with its interval, and the difference of each
+    pair as a dot.
+    """
     difference = condition.difference
     assert difference is not None
     pairs = [seed for seed in condition.values if seed in baseline]

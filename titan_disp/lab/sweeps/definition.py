@@ -1,13 +1,11 @@
-"""This module reads a sweep's file, which docs/sweeps.md describes, and lists its
-points. A point is one run.
-"""
+"""Reads the file of a sweep (docs/sweeps.md) and lists its points. A point is one run."""
 
 import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ KNOWN = {
     "[sweep]": ("config", "folder", "overrides", "against", "metric"),
     "[[points]]": ("name", "overrides", "grid"),
 }
-# a name is a valid file name everywhere, and does not look like an option
+# names of points: valid file names on all systems, which do not look like an option
 SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
-# What TorchTitan's command line can take
+# the types of values that TorchTitan's command line accepts
 VALUE = str | float | list[float] | list[str] | list[list[str]]
 LONGEST = 200  # most characters in a point's name; file systems allow 255
 OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
@@ -33,8 +31,8 @@ OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 @dataclass(frozen=True)
 class Axis:
-    """Represent a line of a grid: keys of the config, which take the same value, and
-    their values.
+    """A line of a grid: the values that vary, and one or more keys of the config that
+    all take the same value.
     """
 
     keys: tuple[str, ...]
@@ -47,7 +45,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Listed:
-    """Represent one of ``[[points]]``. The name is empty if a sweep has only a grid."""
+    """One of ``[[points]]``. The name is empty if the sweep has only a grid."""
 
     name: str = ""
     overrides: tuple[str, ...] = ()
@@ -56,14 +54,14 @@ class Listed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Hold the content of a sweep's file.
+    """The content of a sweep's file.
 
-    The paths are relative to where titan-disp runs.
+    Paths are relative to the current folder.
     """
 
     config: str
     folder: Path
-    overrides: tuple[str, ...] = ()  # for every point
+    overrides: tuple[str, ...] = ()  # of all points
     listed: tuple[Listed, ...] = (Listed(),)  # [[points]], or one without a name
     axes: tuple[Axis, ...] = ()  # [grid]
     against: str | None = None
@@ -72,23 +70,23 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """Represent one run of a sweep.
+    """One run of a sweep.
 
-    Points of two conditions with the same seeds are a pair.
+    The points of a condition differ only in their seeds. Two points of different
+    conditions with the same seeds are a pair.
     """
 
-    name: str  # of its folder; unique in the sweep
-    # the name without the seeds; points of one condition differ only in their seeds
-    condition: str
-    folder: Path  # the run's (job.dump_folder)
+    name: str  # name of the folder; unique in the sweep
+    condition: str  # the name without the seeds
+    folder: Path  # the folder of the run (job.dump_folder)
     config: str
     overrides: tuple[str, ...]  # options for keys of the config, without the folder
     seeds: Mapping[str, Any] = field(default_factory=dict)  # by key
 
     def argv(self, config: str | Path | None = None) -> list[str]:
-        """Return CONFIG and its overrides, as for ``titan-disp train``.
+        """Return CONFIG and overrides, the arguments of ``titan-disp train``.
 
-        ``config`` replaces the sweep's file.
+        ``config`` replaces the config that the sweep names.
         """
         return [
             str(config or self.config),
@@ -99,9 +97,9 @@ class Point:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read and check a sweep's file.
+    """Return the sweep that a file describes, or raise ConfigError if the file is wrong.
 
-    ``folder.prepare`` checks the configs of its points.
+    The configs of the points are checked later, by ``preparation.prepare``.
     """
     toml = read_toml(str(path))
     _check_keys(toml, "", path)
@@ -123,14 +121,12 @@ def read_sweep(path: str | Path) -> Sweep:
         raise ConfigError(
             f"nothing varies in {str(path)!r}: add a [grid] or [[points]]"
         )
-    for one in listed:
-        both = {key for axis in one.axes for key in axis.keys} & {
-            key for axis in axes for key in axis.keys
-        }
-        if both:
+    for entry in listed:
+        repeated = set(_keys(entry.axes)) & set(_keys(axes))
+        if repeated:
             raise ConfigError(
-                f"{', '.join(sorted(both))} is in the grid of {one.name!r} and in "
-                "[grid]: name it once"
+                f"{', '.join(sorted(repeated))} is in the grid of {entry.name!r} and "
+                "in [grid]: name it once"
             )
     overrides = _overrides(sweep.get("overrides", []), "sweep.overrides")
     parsed = {
@@ -141,6 +137,10 @@ def read_sweep(path: str | Path) -> Sweep:
         "axes": axes,
     }
     return Sweep(**(sweep | parsed))
+
+
+def _keys(axes: Sequence[Axis]) -> list[str]:
+    return list(chain.from_iterable(axis.keys for axis in axes))
 
 
 def _check_keys(table: Mapping[str, Any], section: str, path: str | Path) -> None:
@@ -175,7 +175,7 @@ def _overrides(value: Any, where: str) -> tuple[str, ...]:
 def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
     if not isinstance(grid, dict):
         raise ConfigError(f"{where} is {grid!r}, expected a table of lists")
-    found: list[Axis] = []
+    axes: list[Axis] = []
     for text, values in grid.items():
         if isinstance(values, dict):
             raise ConfigError(
@@ -194,34 +194,27 @@ def _axes(grid: Any, where: str) -> tuple[Axis, ...]:
                     '"dispersion.coeff"'
                 )
         for value in values:
-            is_value = _is(value, VALUE) and not (
-                isinstance(value, list) and [] in value
-            )
-            if not is_value and not (
-                isinstance(value, dict) and TABLES.keys() >= set(keys)
-            ):
+            are_tables = TABLES.keys() >= set(keys)
+            has_empty_list = isinstance(value, list) and [] in value
+            is_value = _is(value, VALUE) and not has_empty_list
+            is_table = isinstance(value, dict) and are_tables
+            if not is_value and not is_table:
                 raise ConfigError(
                     f"{where}: {text} has {value!r}, expected a string, a number, "
                     "true, false, or a list of numbers, of strings or of lists of "
                     "strings"
                 )
-            if not TABLES.keys() >= set(keys) and (
-                joined := [one for one in _strings(value) if "," in one]
-            ):
+            with_comma = [string for string in _strings(value) if "," in string]
+            if with_comma and not are_tables:
                 raise ConfigError(
-                    f"{where}: {text} has {joined[0]!r}, which has a comma: "
-                    "TorchTitan's command line splits it there. Write the parts as "
-                    "strings of their own"
+                    f"{where}: {text} has {with_comma[0]!r}, which TorchTitan's command "
+                    "line splits at the comma. Write the parts as separate strings"
                 )
-        found.append(Axis(keys, tuple(values)))
-    twice = [
-        key
-        for key, count in Counter(key for axis in found for key in axis.keys).items()
-        if count > 1
-    ]
-    if twice:
-        raise ConfigError(f"{where} varies {', '.join(twice)} twice")
-    return tuple(found)
+        axes.append(Axis(keys, tuple(values)))
+    repeated = [key for key, count in Counter(_keys(axes)).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"{where} varies {', '.join(repeated)} twice")
+    return tuple(axes)
 
 
 def _is(value: Any, expected: Any) -> bool:
@@ -235,14 +228,14 @@ def _is(value: Any, expected: Any) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """Return the strings in a list, or in the lists of a list."""
-    if not isinstance(value, list):
-        return []
-    return [
-        text
-        for one in value
-        for text in ([one] if isinstance(one, str) else _strings(one))
-    ]
+    """Return the strings of a list, and those of lists in it; [] for other values."""
+    strings = []
+    if isinstance(value, list):
+        for element in value:
+            if isinstance(element, str):
+                strings.append(element)
+            strings += _strings(element)
+    return strings
 
 
 def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
@@ -250,7 +243,7 @@ def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
         raise ConfigError(
             f"points is {tables!r}, expected tables, each written [[points]]"
         )
-    found = []
+    listed = []
     for table in tables:
         _check_keys(table, "[[points]]", path)
         name = table.get("name")
@@ -259,23 +252,23 @@ def _listed(tables: Any, path: str | Path) -> tuple[Listed, ...]:
                 f"the name of one of [[points]] is {name!r}, expected letters, digits "
                 "and . _ + -"
             )
-        where = f"the point {name!r}"
-        overrides = _overrides(table.get("overrides", []), f"overrides of {where}")
-        found.append(
-            Listed(
-                name, overrides, _axes(table.get("grid", {}), f"the grid of {where}")
-            )
-        )
-    return tuple(found)
+        point = f"the point {name!r}"
+        overrides = _overrides(table.get("overrides", []), f"overrides of {point}")
+        axes = _axes(table.get("grid", {}), f"the grid of {point}")
+        listed.append(Listed(name, overrides, axes))
+    return tuple(listed)
 
 
 def points(sweep: Sweep) -> list[Point]:
     """Return all points of a sweep, in the order of its file.
 
-    The last line of a grid varies fastest.
+    The last line of a grid varies fastest. Raises ConfigError if names are repeated or
+    too long.
     """
-    found = [point for listed in sweep.listed for point in _combinations(sweep, listed)]
-    for name, count in Counter(point.name for point in found).items():
+    all_points: list[Point] = []
+    for listed in sweep.listed:
+        all_points += _combinations(sweep, listed)
+    for name, count in Counter(point.name for point in all_points).items():
         if count > 1:
             raise ConfigError(
                 f"{count} points of the sweep have the name {name!r}: remove the "
@@ -286,21 +279,22 @@ def points(sweep: Sweep) -> list[Point]:
                 f"the name {name!r} is too long for a folder: list the points as "
                 "[[points]] with names"
             )
-    return found
+    return all_points
 
 
 def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
+    """Yield a point for each combination of values of the grids."""
     axes = (*listed.axes, *sweep.axes)
-    named = [
+    choices = [
         [
             (axis, value, f"{label}-{text}")
             for value, text in zip(axis.values, _texts(axis.values), strict=True)
         ]
         for axis, label in zip(axes, _labels(axes), strict=True)
     ]
-    for parts in product(*named):
+    for parts in product(*choices):
         words = list(filter(None, [listed.name]))
-        of_condition = words.copy()
+        words_of_condition = words.copy()
         overrides = [*sweep.overrides, *listed.overrides]
         seeds: dict[str, Any] = {}
         for axis, value, text in parts:
@@ -310,11 +304,11 @@ def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
             if axis.is_seed:
                 seeds |= dict.fromkeys(axis.keys, value)
             else:
-                of_condition.append(text)
+                words_of_condition.append(text)
         name = "_".join(words)
         yield Point(
             name=name,
-            condition="_".join(of_condition) or Path(sweep.config).stem,
+            condition="_".join(words_of_condition) or Path(sweep.config).stem,
             folder=sweep.folder / name,
             config=sweep.config,
             overrides=tuple(overrides),
@@ -323,27 +317,29 @@ def _combinations(sweep: Sweep, listed: Listed) -> Iterator[Point]:
 
 
 def _labels(axes: Sequence[Axis]) -> list[str]:
-    """Label each axis with the last part of its first key, or with the whole key if two
-    labels would be equal.
+    """Return a label for each axis: the last part of its first key, or all of the key
+    if labels would be equal.
     """
-    short = [axis.keys[0].rpartition(".")[2] for axis in axes]
-    return [
-        label if short.count(label) == 1 else axis.keys[0]
-        for label, axis in zip(short, axes, strict=True)
-    ]
+    first_keys = [axis.keys[0] for axis in axes]
+    labels = [key.rpartition(".")[2] for key in first_keys]
+    counts = Counter(labels)
+    for i, key in enumerate(first_keys):
+        if counts[labels[i]] > 1:
+            labels[i] = key
+    return labels
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Turn values into parts of a file name.
+    """Return a part of a file name for each value.
 
-    A hash is added to those that would be equal.
+    A hash is added to parts that would be equal.
     """
     texts = [_text(value) for value in values]
-    hashes = [hashlib.sha256(repr(value).encode()).hexdigest()[:6] for value in values]
-    return [
-        text if texts.count(text) == 1 else f"{text}-{end}"
-        for text, end in zip(texts, hashes, strict=True)
-    ]
+    counts = Counter(texts)
+    for i, value in enumerate(values):
+        if counts[texts[i]] > 1:
+            texts[i] += "-" + hashlib.sha256(repr(value).encode()).hexdigest()[:6]
+    return texts
 
 
 def _text(value: Any) -> str:
@@ -351,29 +347,30 @@ def _text(value: Any) -> str:
         return _text(written_out(value))
     if isinstance(value, list):
         return "+".join(map(_text, value)) or "none"
-    return (
-        re.sub(r"[^A-Za-z0-9._+-]+", "-", shown(value))[:60].strip(
-            "-" if isinstance(value, str) else ""
-        )
-        or "empty"
-    )
+    text = re.sub(r"[^A-Za-z0-9._+-]+", "-", shown(value))[:60]
+    if isinstance(value, str):  # the dash of a negative number stays
+        text = text.strip("-")
+    return text or "empty"
 
 
 def option(key: str, value: Any) -> list[str]:
-    """Write a key and its value as options of TorchTitan's command line."""
-    if key in TABLES:
-        return [
-            f"--{key}={written_out(value) if isinstance(value, (list, dict)) else value}"
-        ]
-    if isinstance(value, bool):
+    """Return the words that set a key to a value on TorchTitan's command line."""
+    if key in TABLES and isinstance(value, (list, dict)):
+        return [f"--{key}={written_out(value)}"]
+    if isinstance(value, bool) and key not in TABLES:
         section, _, name = key.rpartition(".")
-        return [f"--{key}" if value else f"--{section}.no-{name}"]
+        if value:
+            return [f"--{key}"]
+        return [f"--{section}.no-{name}"]
     if isinstance(value, list):
-        # one word, which TorchTitan splits at the commas
+        # TorchTitan splits a word at its commas into the strings of a list
         if value and _is(value, list[str]):
             return [f"--{key}={','.join(value)}"]
-        return [
-            f"--{key}",
-            *(",".join(one) if isinstance(one, list) else str(one) for one in value),
-        ]
+        words = [f"--{key}"]
+        for element in value:
+            if isinstance(element, list):
+                words.append(",".join(element))
+            else:
+                words.append(str(element))
+        return words
     return [f"--{key}={value}"]

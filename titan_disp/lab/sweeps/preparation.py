@@ -1,9 +1,9 @@
-"""This module prepares and reads a sweep's folder, and submits its unfinished points as
-an array of SLURM jobs.
+"""Prepares and reads a sweep's folder, and submits its unfinished points as an array of
+SLURM jobs.
 
-Every point's config is checked and written before the point runs. docs/sweeps.md lists
-the files of a point. points.json lists the points in the order in which they were first
-seen; an array's tasks are indices into it.
+The config of each point is checked and written before the point runs. docs/sweeps.md
+lists the files of a point. points.json lists the points in the order in which they were
+first prepared; the tasks of a SLURM array are indices into this list.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ from titan_disp.tables import TABLES
 RECORD = "point.json"
 CONFIG = "point.toml"
 LIST = "points.json"
-FAILED = "failed.json"  # ``runner`` writes it
-NAMED = 5  # most problems in one message
+FAILED = "failed.json"  # written by ``runner``
+NAMED = 5  # problems that a message lists at most
 # Beginnings of the keys that check_inputs and check_device read
 READ_BY_CHECKS = (
     "model.",
@@ -68,7 +68,10 @@ State = Literal["finished", "failed", "unfinished", "not started"]
 
 
 def state(run: Path) -> tuple[State, str]:
-    """Return a point's state and an explanation. A point in training is unfinished."""
+    """Return the state of the point in the folder ``run``, and an explanation.
+
+    A point that is being trained is "unfinished".
+    """
     events = read_events(run)
     marks = [event for event in events if event["event"] in (*BEGIN, *END)]
     trained = [mark for mark in marks if not trained_nothing(mark)]
@@ -82,19 +85,15 @@ def state(run: Path) -> tuple[State, str]:
     if not marks:
         return "not started", "it has not begun to train"
     last = marks[-1]
-    if how := last.get("reason") or last.get("error"):
-        return (
-            "unfinished",
-            f"{last['event'].replace('_', ' ')} at step {last['step']}: {how}",
-        )
-    return (
-        "unfinished",
-        f"begun, step {max(event['step'] for event in events)} or later",
-    )
+    if reason := last.get("reason") or last.get("error"):
+        event_name = last["event"].replace("_", " ")
+        return "unfinished", f"{event_name} at step {last['step']}: {reason}"
+    newest = max(event["step"] for event in events)
+    return "unfinished", f"begun, step {newest} or later"
 
 
 def _failure(run: Path) -> str:
-    """Return the reason why the last start failed, or "" if it did not."""
+    """Return the reason why the last start failed, or "" if it did not fail."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads((run / FAILED).read_text())["error"]
     with contextlib.suppress(OSError):
@@ -105,21 +104,22 @@ def _failure(run: Path) -> str:
 
 
 def step_of(run: Path, since: float) -> int | None:
-    """Return the steps in the run's heartbeat, or None if it is older than ``since``
-    (seconds since the epoch).
+    """Return the step in the run's heartbeat, or None if there is no heartbeat after
+    ``since`` (seconds since the epoch).
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         beat = read_heartbeat(run)
-        return int(beat["step"]) if beat["time"] >= since else None
+        if beat["time"] >= since:
+            return int(beat["step"])
     return None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Represent a point whose config has been checked and written."""
+    """A point whose config has been checked and written."""
 
     point: Point
-    # CONFIG and overrides for its training, from the first call that had this point
+    # CONFIG and overrides of its training, as recorded when the point was first prepared
     argv: tuple[str, ...]
     steps: int  # of the whole run
     checkpoints: str  # name of the checkpoint folder in the run folder
@@ -129,13 +129,16 @@ class Prepared:
 def prepare(
     sweep: Sweep, world_size: int, inputs: bool = True, write: bool = True
 ) -> list[Prepared]:
-    """Check every point's config for ``world_size`` ranks, then write the new ones, and
-    those that have not started yet.
+    """Check the configs of all points for ``world_size`` ranks, write those of points
+    that have not started, and return the points.
 
-    Loading a config takes a quarter of a second, so configs that an earlier call
-    checked are not loaded again. With ``inputs``, the tokenizer and data of unfinished
-    points are checked as well, for a start on this machine. If a config cannot work, or
-    differs from the one in the folder, ConfigError is raised and nothing is written.
+    Configs that an earlier call checked are not loaded again, because each takes a
+    quarter of a second. With ``inputs``, the tokenizer and the data of unfinished points
+    are checked as well, for a start on this machine. With ``write=False``, nothing is
+    written.
+
+    Raises ConfigError before anything is written if a config cannot work, or differs
+    from the one with which its point was started.
     """
     preparation = _Preparation(world_size, inputs)
     problems: list[str] = []
@@ -149,7 +152,9 @@ def prepare(
         if len(problems) > NAMED:
             lines.append(f"… and {len(problems) - NAMED} more")
         raise ConfigError("\n".join(lines))
-    places = preparation.write(sweep.folder) if write else {}
+    places = {}
+    if write:
+        places = preparation.write(sweep.folder)
     return [
         Prepared(
             point=point,
@@ -163,17 +168,20 @@ def prepare(
 
 
 class _Preparation:
+    """Checks points one after another, collects their records, and writes new ones."""
+
     def __init__(self, world_size: int, inputs: bool) -> None:
         self.world_size = world_size
         self.inputs = inputs
         self.known = defaults()
-        self.read: set[str] = set()  # inputs that were checked
-        # points with their records
+        self.read: set[str] = set()  # keys of ``_inputs_to_check`` that were checked
+        # all points with their records
         self.checked: list[tuple[Point, dict[str, Any]]] = []
-        # those of them whose record must be written
+        # points whose record must be written
         self.new: list[tuple[Point, dict[str, Any]]] = []
 
     def check(self, point: Point) -> None:
+        """Check a point and keep its record, or raise ConfigError."""
         before = _record(point)
         fingerprint = self._fingerprint(point)
         unchanged = before is not None and before.get("fingerprint") == fingerprint
@@ -196,13 +204,14 @@ class _Preparation:
             check_device(job_config)
             check_inputs(job_config)
             self.read.add(key)
+        argv = point.argv(point.folder / CONFIG)
+        if before is not None:
+            argv = before["argv"]
         record = {
             "name": point.name,
             "config": point.config,
             "overrides": list(point.overrides),
-            "argv": point.argv(point.folder / CONFIG)
-            if before is None
-            else before["argv"],
+            "argv": argv,
             "resolved": resolved,
             "steps": last_step(
                 job_config, data_parallel_degree(job_config, self.world_size)
@@ -214,7 +223,7 @@ class _Preparation:
             self.new.append((point, record))
 
     def _fingerprint(self, point: Point) -> str:
-        """Hash everything that determines the resolved config and its checks."""
+        """Return a hash of everything that determines the resolved config and its checks."""
         with reported(f"cannot read the config {point.config!r}", OSError):
             text = Path(point.config).read_text(errors="replace")
         return hashlib.sha256(
@@ -222,8 +231,11 @@ class _Preparation:
         ).hexdigest()
 
     def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
-        """Return a key of what these checks read, or None if they need not run, as
-        after another point with this key.
+        """Return a key of the settings that the checks of inputs read, or None if these
+        checks are not needed.
+
+        They are not needed if the point has finished, or another point with the same
+        settings was checked.
         """
         if not self.inputs or state(point.folder)[0] == "finished":
             return None
@@ -233,11 +245,15 @@ class _Preparation:
             if key.startswith(READ_BY_CHECKS) and key != "stream.seed"
         }
         key = json.dumps(read)
-        return None if key in self.read else key
+        if key in self.read:
+            return None
+        return key
 
     def write(self, folder: Path) -> dict[str, int]:
-        """Write the new points and the list of points, one call at a time, and return
-        their places in it.
+        """Write the new records and the list of points, and return the index of each
+        point in the list, by name.
+
+        A lock makes other calls wait.
         """
         with reported(f"sweep.folder {str(folder)!r} is not writable", OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -258,9 +274,13 @@ def _load(point: Point) -> JobConfig:
 
 
 def _record(point: Point) -> dict[str, Any] | None:
+    """Return the record that an earlier call wrote for a point, or None if there is none.
+
+    Raises ConfigError if the record is damaged, or the folder has other files.
+    """
     path = point.folder / RECORD
     if not path.exists():
-        # A killed call may have left the copy of the config and hidden files.
+        # A call that was killed may have left a copy of the config and hidden files.
         if point.folder.is_dir() and any(
             f.name != CONFIG and f.name[0] != "." for f in point.folder.iterdir()
         ):
@@ -282,38 +302,39 @@ def _record(point: Point) -> dict[str, Any] | None:
     )
 
 
-def _compare(point: Point, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a config of a point that has changed.
+def _compare(point: Point, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the config of a point has changed since the point was created.
 
-    Output folders and run names may differ. Only known keys count.
+    Output folders and run names may differ. Keys that no longer exist are ignored.
     """
-    # The entries of a table are not keys of the config, so one that is no longer named
-    # is a change.
+    # Names in a table are not keys of the config. A missing name is therefore a change.
     gone = [
-        key for key in before if key.rpartition(".")[0] in TABLES and key not in now
+        key for key in before if key.rpartition(".")[0] in TABLES and key not in after
     ]
-    keys = [key for key in (*now, *gone) if not key.startswith("job.")]
+    keys = [key for key in (*after, *gone) if not key.startswith("job.")]
     changed = {
-        k: (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)
+        k: (before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)
     }
     if changed:
-        what = ", ".join(
+        changes = ", ".join(
             f"{key} {old!r} → {new!r}" for key, (old, new) in changed.items()
         )
         raise ConfigError(
-            f"its config has changed since {str(point.folder)!r} was created: {what}. "
+            f"its config has changed since {str(point.folder)!r} was created: {changes}. "
             "Its results would mix both configs: give the changed sweep another "
             "folder, undo the change, or move that folder away to run the point again"
         )
 
 
 def _places(folder: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return each point's index in points.json.
+    """Return the index of each point in points.json, by name, after adding new points.
 
-    An index is never reused, because a waiting array may refer to it.
+    An index is never reused, because a waiting SLURM array may refer to it.
     """
     path = folder / LIST
-    before = json.loads(path.read_text())["points"] if path.exists() else []
+    before = []
+    if path.exists():
+        before = json.loads(path.read_text())["points"]
     listed = {entry["name"]: entry for entry in before}  # a known name keeps its place
     listed |= {
         record["name"]: {"name": record["name"], "argv": list(record["argv"])}
@@ -328,11 +349,11 @@ SCRIPT = SCRIPTS / "sweep.sbatch"
 
 
 def submit(sweep: Sweep, options: SweepOptions) -> int:
-    """Check all points, print the plan of the first one, submit, and return sbatch's
-    exit status.
+    """Submit the unfinished points as a SLURM array, and return sbatch's exit status.
 
-    It is safe to submit again while an array waits or runs: the second of two tasks
-    with the same point ends at once.
+    Before this, all points are checked, and the plan of the first one is printed. It is
+    safe to submit again while an array waits or runs: the second of two tasks with the
+    same point ends at once.
     """
     prepared = prepare(
         sweep,
@@ -340,10 +361,10 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
         inputs=False,
         write=not options.dry_run,
     )
-    todo = [one for one in prepared if state(one.point.folder)[0] != "finished"]
-    every = counted(len(prepared), "point")
+    todo = [entry for entry in prepared if state(entry.point.folder)[0] != "finished"]
+    total = counted(len(prepared), "point")
     finished = len(prepared) - len(todo)
-    print(f"{every} in {sweep.folder}: {finished} finished, {len(todo)} to submit")
+    print(f"{total} in {sweep.folder}: {finished} finished, {len(todo)} to submit")
     if not todo:
         return 0
     first = _load(todo[0].point)
@@ -351,19 +372,24 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
         f"{todo[0].point.name}:\n{render(make_plan(first, options.machine))}",
         flush=True,
     )
-    array = f"array={ranges([one.place for one in todo])}%{options.jobs}"
+    array = f"array={ranges([entry.place for entry in todo])}%{options.jobs}"
     line = command(options, [str(sweep.folder)], SCRIPT, [array])
     if not options.dry_run:
-        for one in todo:
-            # Left by a start on this machine
-            (one.point.folder / FAILED).unlink(missing_ok=True)
+        for entry in todo:
+            # A failed start on this machine may have left the file.
+            (entry.point.folder / FAILED).unlink(missing_ok=True)
     return send(line, options.dry_run)
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Format numbers for sbatch --array, such as 0-3,7."""
+    """Return numbers as text for sbatch --array, such as 0-3,7."""
+    # In a run of successive numbers, the difference from the index is constant.
     groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in group] for _, group in groups]
-    return ",".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
-    )
+    parts = []
+    for _, group in groups:
+        run = [number for _, number in group]
+        if len(run) > 1:
+            parts.append(f"{run[0]}-{run[-1]}")
+        else:
+            parts.append(str(run[0]))
+    return ",".join(parts)

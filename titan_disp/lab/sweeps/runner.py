@@ -1,9 +1,9 @@
-"""This module trains a sweep's points on this machine, some at a time, in separate
-processes with one core per rank.
+"""Trains the points of a sweep on this machine, several at a time, in separate processes
+with one core per rank.
 
-Finished points are skipped. An interrupted point continues from its newest checkpoint.
-A point without a checkpoint starts again in the same run folder. ``titan-disp train``
-would do the same, so no checkpoint is ever deleted here.
+Finished points are skipped. An interrupted point continues from its newest checkpoint,
+or starts again in the same run folder if it has none, as with ``titan-disp train``. No
+checkpoint is ever deleted here.
 """
 
 import contextlib
@@ -38,66 +38,68 @@ LOG = "sweep.log"
 LOCK = ".point.lock"  # the run itself takes another lock
 PAUSE = 0.2  # seconds between checks of the processes
 REPORT = 60.0  # seconds between progress lines
-# seconds to wait at the end for points that other processes use, because they may be
-# ending
+# seconds to wait at the end for points that other processes use: these may be ending
 IN_USE = 60.0
 GRACE = 300.0  # seconds for the current step and its save, before processes are killed
-TOLD = "titan-disp: error: "
-# An exception's line, of a rank
+ERROR_PREFIX = "titan-disp: error: "
+# the line of an exception, with the rank that torchrun puts before it
 RAISED = r"(?:\[rank\d+\]:? ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Loaded here, because a child must not load anything before it calls exec
+# Loaded here, because the child must not load a library between fork and exec
 _LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Hold the result of this call for a point."""
+    """What became of a point in this call."""
 
     name: str
-    # Finished now or before; stopped early without an error.
+    # "finished" in this call or before; "stopped" early without an error
     outcome: Literal["finished", "failed", "stopped", "in use"]
-    detail: str  # an explanation; for a failed point, its first error
+    detail: str  # explanation; for a failed point, its first error
 
 
 def run(
     sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train"
 ) -> list[Result]:
-    """Train all unfinished points, ``jobs`` at a time, and print progress and the time
-    left.
+    """Train all unfinished points, and return one result per point, in the sweep's
+    order.
 
-    SIGINT, SIGTERM or SIGHUP stops the sweep: the points in training save and end. A
-    second signal kills them.
+    ``jobs`` points run at a time, each as ``module`` on ``nproc`` ranks. Progress and
+    the remaining time are printed. SIGINT, SIGTERM or SIGHUP stops the sweep: the points
+    in training save and end. A second signal kills them.
 
-    Returns one result per point, in the sweep's order. Each point runs ``module`` on
-    ``nproc`` ranks. If one config cannot work, ConfigError is raised, and nothing has
-    run.
+    Raises ConfigError before any point runs if a config cannot work.
     """
     for name, value in (("jobs", jobs), ("nproc", nproc)):
         if value < 1:
             raise ConfigError(f"--{name} is {value}, expected at least 1")
     prepared = prepare(sweep, nproc)
-    states = {one.point.name: state(one.point.folder) for one in prepared}
-    results = {
-        name: Result(name, "finished", detail)
-        for name, (word, detail) in states.items()
-        if word == "finished"
-    }
-    todo = [one for one in prepared if one.point.name not in results]
-    every = counted(len(prepared), "point")
+    results = {}
+    todo = []
+    for entry in prepared:
+        name = entry.point.name
+        word, detail = state(entry.point.folder)
+        if word == "finished":
+            results[name] = Result(name, "finished", detail)
+        else:
+            todo.append(entry)
+    total = counted(len(prepared), "point")
     _say(
-        f"{every} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, "
+        f"{total} in {sweep.folder}: {len(results)} finished, {len(todo)} to train, "
         f"{jobs} at a time"
     )
     runner = _Runner(todo, jobs, nproc, module)
     with stop_signals(runner.heard), contextlib.closing(runner):
         results |= runner.run()
-    return [results[one.point.name] for one in prepared]
+    return [results[entry.point.name] for entry in prepared]
 
 
 def dry_run(sweep: Sweep, nproc: int = 1) -> int:
-    """Check all points as ``run`` does, and print the state of each and the command
-    that would train it. Nothing is written. Return the exit status.
+    """Check all points like ``run``, print the state of each point and the command that
+    would train it, and return the exit status.
+
+    Nothing is written.
     """
     if nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1")
@@ -111,15 +113,15 @@ def dry_run(sweep: Sweep, nproc: int = 1) -> int:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Return lines with the number of points by outcome, and each point that is not
-    finished.
+    """Return lines for people: the number of points by outcome, and then each point
+    that has not finished.
     """
-    open_ones = [
-        f"  {one.name}: {one.outcome}: {one.detail}"
-        for one in results
-        if one.outcome != "finished"
+    unfinished = [
+        f"  {result.name}: {result.outcome}: {result.detail}"
+        for result in results
+        if result.outcome != "finished"
     ]
-    return [", ".join(_counts(results)), *open_ones]
+    return [", ".join(_counts(results)), *unfinished]
 
 
 def _counts(results: Iterable[Result]) -> list[str]:
@@ -131,13 +133,15 @@ def _counts(results: Iterable[Result]) -> list[str]:
 
 @dataclass
 class _Training:
+    """A point whose process runs."""
+
     prepared: Prepared
     process: subprocess.Popen[bytes]
     lock: Lock
-    slot: int
-    began: float
-    first_step: int
-    log_begin: int
+    slot: int  # 0 to jobs − 1; determines the GPUs
+    began: float  # seconds since the epoch
+    first_step: int  # the step of the checkpoint that it started from, or 0
+    log_begin: int  # bytes of the log before this start
 
 
 class _Runner:
@@ -150,19 +154,22 @@ class _Runner:
         self.module = module
         self.free = list(range(jobs))
         self.training: list[_Training] = []
-        self.in_use: dict[str, str] = {}  # who uses which point of todo
+        self.in_use: dict[str, str] = {}  # the user of each point in use, as text
         self.results: dict[str, Result] = {}
         self.steps_done = 0  # steps of points that have ended
         self.signals = 0
 
     def close(self) -> None:
-        for one in self.training:  # only after an exception
-            _kill(one)
+        """Kill the processes that still run, which there are only after an exception."""
+        for training in self.training:
+            _kill(training)
 
     def heard(self, number: int, frame: object) -> None:
+        """Count a signal; ``run`` acts on it."""
         self.signals += 1
 
     def run(self) -> dict[str, Result]:
+        """Return the result of each point of ``todo``, by name, after training."""
         began = reported = time.monotonic()
         stopped_at = waiting_since = None
         while self.training or (self.todo and not self.signals):
@@ -172,30 +179,32 @@ class _Runner:
                     f"stopping: {counted(len(self.training), 'point')} will save and "
                     "end; a second signal kills them"
                 )
-                for one in self.training:
-                    one.process.terminate()
-            if (
-                self.training
-                and stopped_at is not None
-                and (self.signals > 1 or time.monotonic() - stopped_at > GRACE)
-            ):
-                for one in self.training:
-                    _kill(one)
-            ended = [one for one in self.training if one.process.poll() is not None]
-            for one in ended:
-                self._end(one)
-            for one in self.training:
-                one.lock.renew()
+                for training in self.training:
+                    training.process.terminate()
+            if stopped_at is not None:
+                grace_is_over = time.monotonic() - stopped_at > GRACE
+                if self.signals > 1 or grace_is_over:
+                    for training in self.training:
+                        _kill(training)
+            ended = [
+                training
+                for training in self.training
+                if training.process.poll() is not None
+            ]
+            for training in ended:
+                self._end(training)
+            for training in self.training:
+                training.lock.renew()
             begun = not self.signals and self._fill()
-            now = time.monotonic()
-            if ended or now - reported > REPORT:
-                reported = now
-                _say(self._progress(now - began))
+            seconds = time.monotonic()
+            if ended or seconds - reported > REPORT:
+                reported = seconds
+                _say(self._progress(seconds - began))
             if self.training or begun:
                 waiting_since = None
             elif self.todo:
-                waiting_since = waiting_since or now
-                if now - waiting_since > IN_USE:
+                waiting_since = waiting_since or seconds
+                if seconds - waiting_since > IN_USE:
                     break
             time.sleep(PAUSE)
         for waiting in self.todo:
@@ -206,40 +215,39 @@ class _Runner:
         return self.results
 
     def _fill(self) -> bool:
-        """Start points while there is room, and return whether any started.
+        """Start points while slots are free, and return whether a point started.
 
-        Points in use move to the queue's end.
+        Points that another process uses move to the end of the queue.
         """
         begun = False
         for _ in range(len(self.todo)):
             if not self.free:
                 break
-            one = self.todo.popleft()
+            prepared = self.todo.popleft()
             try:
-                self._begin(one)
+                self._begin(prepared)
                 begun = True
             except InUseError as error:
-                if one.point.name not in self.in_use:
-                    _say(f"{one.point.name} is in use; it is tried again later")
-                self.in_use[one.point.name] = str(error)
-                self.todo.append(one)
+                if prepared.point.name not in self.in_use:
+                    _say(f"{prepared.point.name} is in use; it is tried again later")
+                self.in_use[prepared.point.name] = str(error)
+                self.todo.append(prepared)
         return begun
 
-    def _begin(self, one: Prepared) -> None:
+    def _begin(self, prepared: Prepared) -> None:
         """Start a point, or raise InUseError if another sweep or job uses it."""
-        name = one.point.name
-        folder = one.point.folder
+        name = prepared.point.name
+        folder = prepared.point.folder
         lock = Lock(folder, LOCK)
         try:
-            # the run's own lock: a SLURM job, or processes of a killed sweep, may hold
-            # it
+            # A SLURM job, or processes of a sweep that was killed, may hold the run's lock.
             abandoned(folder / RUN_LOCK)
         except InUseError:
             lock.close()
             raise
         self.in_use.pop(name, None)
         word, detail = state(folder)
-        if word == "finished":  # another call finished it meanwhile
+        if word == "finished":  # another call has finished the point in the meantime
             lock.close()
             self.results[name] = Result(name, "finished", detail)
             return
@@ -251,22 +259,23 @@ class _Runner:
             log.flush()
             begin = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-u", *self._command(one)],
+                [sys.executable, "-u", *self._command(prepared)],
                 env=self._environment(slot),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # so that Ctrl-C reaches only this process, which asks the others to
-                # save
+                # Ctrl-C reaches only this process, which then asks the points to save.
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
-        first = max(checkpoints(folder / one.checkpoints), default=0)
-        where = f"step {first}" if first else "the start"
-        _say(f"{name}: from {where}; log: {folder / LOG}")
+        first = max(checkpoints(folder / prepared.checkpoints), default=0)
+        start = "the start"
+        if first:
+            start = f"step {first}"
+        _say(f"{name}: from {start}; log: {folder / LOG}")
         self.training.append(
             _Training(
-                prepared=one,
+                prepared=prepared,
                 process=process,
                 lock=lock,
                 slot=slot,
@@ -276,10 +285,10 @@ class _Runner:
             )
         )
 
-    def _command(self, one: Prepared) -> list[str]:
-        config, *overrides = one.argv
+    def _command(self, prepared: Prepared) -> list[str]:
+        config, *overrides = prepared.argv
         arguments = ["-m", self.module, "--job.config_file", config, *overrides]
-        if self.nproc == 1:  # torchrun would cost a second process and time
+        if self.nproc == 1:  # torchrun would be a second process, and start slowly
             return arguments
         torchrun = [
             "torch.distributed.run",
@@ -304,13 +313,13 @@ class _Runner:
             environment["LOCAL_WORLD_SIZE"] = str(self.jobs)
         return environment
 
-    def _end(self, one: _Training) -> None:
-        self.training.remove(one)
-        self.free.append(one.slot)
-        name = one.prepared.point.name
-        folder = one.prepared.point.folder
-        status = one.process.returncode
-        self.steps_done += _steps_done(one)
+    def _end(self, training: _Training) -> None:
+        self.training.remove(training)
+        self.free.append(training.slot)
+        name = training.prepared.point.name
+        folder = training.prepared.point.folder
+        status = training.process.returncode
+        self.steps_done += _steps_done(training)
         word, detail = state(folder)
         if word == "finished":
             self.results[name] = Result(name, "finished", detail)
@@ -318,43 +327,48 @@ class _Runner:
         elif self.signals or status == 0:
             self.results[name] = Result(name, "stopped", detail)
         else:
-            reason = f"{first_error(folder / LOG, one.log_begin)} ({_status(status)}; {folder / LOG})"
+            error = first_error(folder / LOG, training.log_begin)
+            reason = f"{error} ({_status(status)}; {folder / LOG})"
             write_json(folder / FAILED, {"status": status, "error": reason})
             self.results[name] = Result(name, "failed", reason)
-        one.lock.close()
+        training.lock.close()
         result = self.results[name]
         _say(f"{name}: {result.outcome}: {result.detail}")
 
     def _progress(self, elapsed: float) -> str:
-        under_way = sum(map(_steps_done, self.training))
-        left = (
-            sum(one.prepared.steps - one.first_step for one in self.training)
-            - under_way
-        )
-        left += sum(one.steps for one in self.todo)
-        done = self.steps_done + under_way
-        # at the speed so far, in steps of all points
-        seconds = elapsed * left / done if done else 0.0
+        """Return a line with the number of points in each state and the remaining time.
+
+        ``elapsed`` are the seconds since the start. The time assumes the speed so far,
+        in steps of all points.
+        """
+        steps_in_progress = sum(map(_steps_done, self.training))
+        remaining = sum(prepared.steps for prepared in self.todo) - steps_in_progress
+        for training in self.training:
+            remaining += training.prepared.steps - training.first_step
+        done = self.steps_done + steps_in_progress
         counts = [
             *_counts(self.results.values()),
             f"{len(self.training)} training",
             f"{len(self.todo)} waiting",
         ]
-        return ", ".join(counts) + (
-            f"; about {duration(seconds)} left" if seconds else ""
-        )
+        line = ", ".join(counts)
+        if done and remaining:
+            line += f"; about {duration(elapsed * remaining / done)} left"
+        return line
 
 
-def _steps_done(one: _Training) -> int:
+def _steps_done(training: _Training) -> int:
     """Return the number of steps that a point has done in this call."""
-    if state(one.prepared.point.folder)[0] == "finished":
-        return one.prepared.steps - one.first_step
-    return max(0, (step_of(one.prepared.point.folder, one.began) or 0) - one.first_step)
+    folder = training.prepared.point.folder
+    if state(folder)[0] == "finished":
+        return training.prepared.steps - training.first_step
+    step = step_of(folder, training.began) or 0
+    return max(0, step - training.first_step)
 
 
 def first_error(log: Path, begin: int) -> str:
-    """Return the error in a log from byte ``begin`` on: titan-disp's error line, the
-    last exception, or the last lines.
+    """Return the error in a log after its first ``begin`` bytes: titan-disp's error
+    line, or else the last exception, or else the last lines.
     """
     with open(log, "rb") as file:
         file.seek(begin)
@@ -363,13 +377,14 @@ def first_error(log: Path, begin: int) -> str:
             for line in file.read().decode(errors="replace").splitlines()
             if line.strip()
         ]
-    told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
-    raised = [
-        found.group(1)
-        for line in lines
-        if "ChildFailedError" not in line and (found := re.match(RAISED, line))
-    ]
-    return next(iter([*told, *raised[::-1]]), " / ".join(lines[-3:]) or "no output")
+    for line in lines:
+        if line.startswith(ERROR_PREFIX):
+            return line.removeprefix(ERROR_PREFIX)
+    for line in reversed(lines):
+        exception = re.match(RAISED, line)
+        if exception and "ChildFailedError" not in line:
+            return exception.group(1)
+    return " / ".join(lines[-3:]) or "no output"
 
 
 def _status(status: int) -> str:
@@ -379,41 +394,43 @@ def _status(status: int) -> str:
 
 
 def _devices(slot: int, nproc: int) -> Mapping[str, str]:
-    """Assign GPUs to the points in turn. The result is empty without GPUs."""
+    """Return the environment that assigns ``nproc`` GPUs to a slot; {} without GPUs."""
     count = torch.accelerator.device_count()
     if not count:
         return {}
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = names if len(names) == count else [str(i) for i in range(count)]
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(
-            dict.fromkeys(names[(slot * nproc + i) % count] for i in range(nproc))
-        )
-    }
+    if len(names) != count:
+        names = [str(i) for i in range(count)]
+    gpus = dict.fromkeys(names[(slot * nproc + i) % count] for i in range(nproc))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def _end_with_parent() -> None:
-    """Ask Linux, in the child before exec, for SIGTERM when the sweep is killed: the
-    child then saves and ends.
+    """Ask Linux to send SIGTERM to this process when the sweep is killed.
+
+    It runs in the child before exec. On SIGTERM, the training saves and ends.
     """
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _descendants(pid: int) -> Iterator[int]:
+    """Yield the ids of a process's children and of their descendants, children last."""
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             yield from _descendants(int(child))
             yield int(child)
 
 
-def _kill(one: _Training) -> None:
-    """Kill a point's processes. torchrun's ranks have their own sessions and would
-    outlive it.
+def _kill(training: _Training) -> None:
+    """Kill all processes of a point.
+
+    The ranks of torchrun have sessions of their own, and would outlive torchrun.
     """
-    for pid in [*_descendants(one.process.pid), one.process.pid]:
+    pid = training.process.pid
+    for process_id in [*_descendants(pid), pid]:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    one.process.wait()
+            os.kill(process_id, signal.SIGKILL)
+    training.process.wait()
 
 
 def _say(text: str) -> None:
