@@ -3,9 +3,9 @@ their checkpoints, and apply the page's rules.
 
     python -m benchmarks.midtraining train_configs/sweeps/paper/gpt2_eight_seeds.toml --jobs 8
 
-The sweep has two conditions, of which ``against`` is the first. Type the command again
-after an interruption: finished runs and evaluations are kept. FOLDER is the sweep's.
-FOLDER/evaluation/POINT has the scores of a run's checkpoints, as ``titan-disp
+The sweep has two conditions; the key ``against`` names the baseline. Type the command
+again after an interruption: finished runs and evaluations are kept. If FOLDER is the
+folder of the sweep, FOLDER/evaluation/RUN has the scores of a run's checkpoints, as ``titan-disp
 evaluate`` writes them, and FOLDER/evaluation/result.md has what this command prints.
 """
 
@@ -36,7 +36,7 @@ from titan_disp.text import markdown_table
 CHECKPOINTS = 5  # of each run, as in the authors' script
 MEAN = "mean"  # over the tasks, as titan-disp evaluate calls it
 LAST = -1
-Scores = Mapping[str, np.ndarray]  # by task: of each checkpoint, [checkpoints]
+Scores = Mapping[str, np.ndarray]  # accuracies of a run by task, [checkpoints]
 Values = Mapping[str, Mapping[str, float]]  # by condition and seed
 
 
@@ -96,8 +96,11 @@ def evaluate_all(
 
 
 def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
-    """Evaluate all checkpoints of a run. Only a complete evaluation is named
-    ``out/RUN``.
+    """Evaluate all checkpoints of a run in ``out/RUN``, which exists only once this is
+    complete.
+
+    Raises ConfigError if the number of checkpoints is not ``CHECKPOINTS``, and
+    CalledProcessError if the evaluation fails.
     """
     steps = checkpoints(run.folder / "checkpoint")
     if len(steps) != CHECKPOINTS:
@@ -117,7 +120,9 @@ def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
 
 
 def read_scores(folder: Path) -> Scores:
-    """Return the scores in a folder of titan-disp evaluate, and their mean."""
+    """Return a run's scores by task, which titan-disp evaluate has written, and last
+    those of ``MEAN``, over the tasks.
+    """
     comparison = json.loads((folder / "results.json").read_text())["comparison"]
     rows = [*comparison["tasks"], comparison[MEAN]]
     return {row["task"]: np.array([*row["scores"].values()]) for row in rows}
@@ -145,7 +150,7 @@ def report(scores: Mapping[str, Mapping[str, Scores]], baseline: str) -> str:
         gain = mean_of(best[condition]) - mean_of(last[MEAN][condition])
         lines.append(
             f"{condition}: the best checkpoint scores {gain:+.4f} more than the last "
-            "one, because the tasks themselves choose it"
+            "one, as it is chosen by its scores on these tasks"
         )
     return "\n\n".join([*lines, markdown_table(task_table(last, baseline), 1)]) + "\n"
 
@@ -155,13 +160,14 @@ def mean_of(of_seeds: Mapping[str, float]) -> float:
 
 
 def verdict(name: str, values: Values, baseline: str) -> str:
+    """Return what a prediction's rule says about the differences to the baseline."""
     (other,) = values.keys() - {baseline}
     return PREDICTIONS[name].verdict(paired(values[other], values[baseline]))
 
 
 def task_table(last: Mapping[str, Values], baseline: str) -> list[list[str]]:
-    """Return a row for each task and for their mean, with the difference over seeds.
-    Holm's p counts the tasks without their mean.
+    """Return a heading, a row for each task, and one for their mean. A difference is the
+    mean over pairs of runs with the same seeds. Holm's p is for the number of tasks.
     """
     (other,) = last[MEAN].keys() - {baseline}
     differences = [

@@ -387,8 +387,8 @@ def _split_overrides(argv: Sequence[str], options: type) -> list[str]:
 
 
 def _begins_with_a_file(words: Sequence[str]) -> bool:
-    """Return whether ``run`` was left out after ``sweep``: the next word is a file, or
-    an option.
+    """Return whether ``run`` is missing after ``sweep``, so that the next word is a
+    file or an option.
     """
     if not words or words[0] in ("run", "table", "-h", "--help"):
         return False

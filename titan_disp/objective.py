@@ -95,7 +95,7 @@ class LossLedger:
         self._rows.append(torch.stack([ce.detach().double(), tokens.double()]))
 
     def add_fit_errors(self, errors: Tensor) -> None:
-        """Add relative errors, of any shape, of the moments estimator's fits.
+        """Record relative errors, of any shape, of the moments estimator's fits.
 
         Only the largest error since the last reset is stored.
         """

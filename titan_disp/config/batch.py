@@ -58,8 +58,8 @@ def resolve_steps(job_config: JobConfig, world_size: int) -> None:
         training.steps = steps
     if training.steps == -1:
         raise ConfigError(
-            "neither budget.tokens nor training.steps is set: set one of them, which "
-            "ends the run"
+            "neither budget.tokens nor training.steps is set; set one of them, to say "
+            "when the run ends"
         )
     if budget.stop_at_tokens > training.steps * per_step >= 0:
         raise ConfigError(

@@ -227,8 +227,8 @@ class Position:
         self.values[Field.BYTES] -= size_used
 
     def rewind_document(self) -> int:
-        """Go back to the beginning of the next document, and return how many of its
-        tokens were used.
+        """Go back to the beginning of the document that would be continued next, and return
+        how many of its tokens were used.
         """
         tokens = int(self.values[Field.OFFSET])
         self.values[[Field.OFFSET, Field.OFFSET_BYTES]] = 0

@@ -2,10 +2,10 @@
 training.
 
 It is forked from the rank. A fork of a process in which NCCL or RCCL communicates is
-safe only if the network's libraries are told to expect it: the forked process would
-share memory that a network card writes to (man 3 ibv_fork_init). The trainer therefore
-starts the worker before it makes the process group. What to read is known later, and
-is sent to the worker then::
+safe only if variables of the network's libraries announce it, because the two processes
+would share memory that a network card writes to (man 3 ibv_fork_init). The trainer
+therefore forks the worker before it makes the process group. What to read is known
+later, and is sent to the worker then::
 
     rank    fork ── process group, data, model, checkpoint ── positions ── batches …
     worker   └────────── waits ──────── streams: a tokenizer ────── └─ reads ahead …
@@ -58,8 +58,9 @@ def arrivals(
     """Return an iterator over what ``Sequences`` yields, in microbatches of ``batch``
     sequences.
 
-    With stream.prefetch, a worker begins to read at once, in which ``open_streams`` is
-    called. Without, this process reads when the iterator is asked.
+    With stream.prefetch, this forks a worker, which calls ``open_streams`` and reads
+    ahead at once. Without it, this process reads a batch when the iterator is asked for
+    one. An error in reading is yielded as a ConfigError, after which nothing comes.
     """
     group = 1
     worker: dict[str, Any] = {}
@@ -90,12 +91,15 @@ class Worker:
     """A prefetch worker that starts before it is known what to read."""
 
     def __init__(self, options: StreamOptions, batch: int) -> None:
-        """Fork this process. The worker waits for ``send`` and ``begin``."""
+        """Fork this process. The worker waits for ``send`` and ``begin``.
+
+        ``options.prefetch`` must be above 0, because nothing is forked otherwise.
+        """
         receiver, self._sender = Pipe(duplex=False)
         self._arrivals = arrivals(
             partial(_sent_streams, receiver, self._sender), options, batch
         )
-        receiver.close()
+        receiver.close()  # this process needs only the sender: the worker has a copy
 
     def send(self, open_streams: OpenStreams) -> None:
         """Send what opens the streams, before their positions are known, because
@@ -104,15 +108,17 @@ class Worker:
         self._sender.send(open_streams)
 
     def begin(self, positions: np.ndarray) -> Iterator[Arrival]:
-        """Let the worker read from these positions on, and return ``arrivals``."""
+        """Let the worker read from these positions on, and return an iterator over what
+        it reads, as ``arrivals`` does. This can be called once.
+        """
         self._sender.send(positions)
         started = self._arrivals
-        # The worker ends with the last reference to this iterator, the caller's.
+        # The worker ends when nothing refers to the iterator. Only the caller does now.
         del self._arrivals
         return started
 
     def close(self) -> None:
-        """Let a worker end that still waits. One that reads is not affected."""
+        """End the worker if it still waits for something to read. Otherwise do nothing."""
         self._sender.close()
 
 

@@ -95,7 +95,7 @@ class RankStreams:
 
     def read_ahead(self, slot: int) -> None:
         """Begin to tokenize the documents of the rank's next sequences, which come from
-        all its slots in turn, beginning with ``slot``.
+        all slots of the rank in turn, ``slot`` first.
 
         Raises DataError as ``Cursor.next`` does.
         """

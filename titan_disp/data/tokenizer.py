@@ -249,9 +249,9 @@ def find_tokenizer(folder: str | Path) -> Path:
         repository = _REPOSITORIES[beginning].format(folder.name)
         raise ConfigError(
             f"model.hf_assets_path is {str(folder)!r}, which is not a folder; "
-            f"expected {_EXPECTED}. To get a model's: hf download {repository} "
-            f"--include 'tokenizer*' --local-dir {folder}. To get the sample corpus's: "
-            f"titan-disp sample-data {sample}, then set {sample}/tokenizer"
+            f"expected {_EXPECTED}. To get a model's tokenizer: hf download {repository} "
+            f"--include 'tokenizer*' --local-dir {folder}. To get the sample "
+            f"corpus's tokenizer: titan-disp sample-data {sample}, then set {sample}/tokenizer"
         )
     for name in _HUGGING_FACE_FILES:
         if (folder / name).is_file():

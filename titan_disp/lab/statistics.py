@@ -164,7 +164,7 @@ def unpaired_difference(
 def differences_over_seeds(
     conditions: Mapping[str, Mapping[Any, float]], baseline: str
 ) -> dict[str, Difference]:
-    """Return the difference between each other condition and the baseline.
+    """Return the difference of each condition except the baseline to the baseline.
 
     Runs of one seed share their initial weights and the order of their data, so that
     their scores are correlated. Conditions are therefore compared over the seeds that

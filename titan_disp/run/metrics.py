@@ -43,8 +43,8 @@ from titan_disp.run.storage import JsonLines
 # Each heatmap in TensorBoard is at this multiple of the previous heatmap's step, or
 # later; our choice.
 HEATMAP_RATIO = 1.25
-# The console reports the time spent waiting for data from this fraction of all time on;
-# our choice
+# The console reports the time spent waiting for data if it is at least this fraction of
+# all time; our choice
 NOTED_WAITING = 0.03
 
 

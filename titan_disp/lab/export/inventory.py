@@ -97,7 +97,7 @@ def inventory(run: str | Path, step: int | None = None) -> Iterator[CheckpointFo
 
 
 def verify(folder: str | Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None, with a progress bar.
+    """Return what is wrong with a checkpoint, or None. This shows a progress bar.
 
     ``problem`` is called first, and then ``damage``, which reads all files. Raises
     OSError if a file cannot be read.

@@ -30,7 +30,7 @@ from titan_disp.errors import ConfigError, DataError, counted, of_options, repor
 
 MOST = 64 << 20  # characters to read at most, so that large files take no longer
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
-# If so many documents come before any text, the text field has probably another name.
+# If so many documents have no text, the text field probably has another name.
 HOPELESS = 1000
 MARGIN = 8  # characters to read per token; English text has about four
 # characters of plain text that stay together: about four sequences of 512 tokens
