@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_disp.dispersion.formula import check_coeff, condensing
-from titan_disp.dispersion.loss import DispersionLoss
+from titan_disp.dispersion.loss import DispersionLoss, check_options
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
 
@@ -171,10 +171,12 @@ class attach(AbstractContextManager["attach"]):
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
             ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask``
             that the model got; without one, every position is a token.
-        losses: of each block, or of its last call, the mean over the sequences in the
-            last ``loss`` without λ, on the device.
+        losses: by the name of each block, the mean over the sequences in the last
+            ``loss`` without λ, on the device. A block that ran several times has that
+            of its last call.
 
     Raises:
+        TypeError: an option is unknown.
         ValueError: the blocks are not found or are ambiguous, their outputs are [N, B,
             F], or an option is wrong.
     """
@@ -191,6 +193,7 @@ class attach(AbstractContextManager["attach"]):
         if warning := condensing(coeff):
             warnings.warn(warning, stacklevel=2)
         self.coeff = coeff
+        check_options(options)
         self._dispersion = DispersionLoss(variant, **options)
         self.step = 0
         self.losses = dict[str, Tensor]()
@@ -240,8 +243,8 @@ class attach(AbstractContextManager["attach"]):
         Raises:
             RuntimeError: nothing was collected since the last call, or the last forward
                 raised an error. (Under ``torch.no_grad``, the loss is then 0.)
-            ValueError: the outputs or the mask do not have the shape that the model's
-                input implies.
+            ValueError: the outputs, the mask or the weights do not have the shape that
+                the model's input implies.
         """
         outputs = self._outputs
         inputs = self._inputs
@@ -266,6 +269,11 @@ class attach(AbstractContextManager["attach"]):
         of_sequences = losses.mean(0)
         if weights is None:
             return self.coeff * _mean(of_sequences)
+        if weights.shape != of_sequences.shape:
+            raise ValueError(
+                f"weights has shape {list(weights.shape)}, expected "
+                f"{list(of_sequences.shape)}, one weight for each sequence"
+            )
         return self.coeff * (weights * of_sequences).sum()
 
     def detach(self, *error: object) -> None:
@@ -400,6 +408,8 @@ def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
                 f"layers has {name!r}, which is no module of the model{hint}"
             )
         blocks |= _modules_of_list(name, modules[name]) or {name: modules[name]}
+    if not blocks:
+        raise ValueError("layers names no module, expected at least one")
     return blocks
 
 
@@ -416,8 +426,8 @@ def _longest_list(model: nn.Module) -> Modules:
         choice = " and ".join(
             f"{name} ({len(modules)} modules)" for name, modules in candidates.items()
         )
-        singles = outermost_lists(model, lambda modules: len(modules) == 1)
-        example = next(iter(candidates or singles), "encoder.layers")
+        lists_of_any_modules = outermost_lists(model, bool)
+        example = next(iter(candidates or lists_of_any_modules), "encoder.layers")
         raise ValueError(
             f"{type(model).__name__} has "
             f"{choice or 'no list of modules of one class'}, expected one list of "
