@@ -80,8 +80,8 @@ class Nodes:
 @dataclass(frozen=True)
 class Machine(Nodes):
     gpu_memory: OptionalFloat = None
-    """memory of a GPU in GB. The default is that of its kind, or of this computer's GPU
-    that of the device.
+    """memory of a GPU in GB, such as 40 for the smaller A100. The default is that of its
+    kind (A100: 80), or of this computer's GPU that of the device.
     """
     gpu_flops: OptionalFloat = None
     """peak of a GPU in dense bf16 TFLOP/s. The default is that of its kind."""
