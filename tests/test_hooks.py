@@ -74,6 +74,13 @@ def encoder(**options):
     return nn.TransformerEncoder(block, 2, enable_nested_tensor=False).double()
 
 
+def hybrid():
+    """A model whose blocks are of two classes."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.GELU()])
+    return model
+
+
 def batch(part=slice(None)):
     ids = torch.randint(2, 50, (4, 12), generator=torch.Generator().manual_seed(0))
     every = {
@@ -430,11 +437,17 @@ def test_two_ranks_equal_one_process():
     spawn(2, on_ranks)
 
 
-def losses(name="BertForMaskedLM", change=nn.Module.train, mask=None, times=1):
+def losses(
+    name="BertForMaskedLM",
+    change=nn.Module.train,
+    mask=None,
+    times=1,
+    weights=None,
+):
     handle = attach(model := change(model_of(name)))
     model(**batch())
     handle.mask = mask
-    return [handle.loss() for _ in range(times)]
+    return [handle.loss(weights) for _ in range(times)]
 
 
 def outputs(returned):
@@ -471,6 +484,14 @@ WRONG = {
     "Linear has no list of modules of one class, expected one": lambda: attach(
         nn.Linear(2, 2)
     ),
+    "has no list of modules of one class, expected one list of blocks: name it, or the blocks, as in layers='blocks'": lambda: (
+        attach(hybrid())
+    ),
+    "layers names no module, expected at least one": lambda: attach(encoder(), []),
+    "unknown option 'tauu' (did you mean tau?)": lambda: attach(encoder(), tauu=1),
+    "unknown option 'margin': pass options={'margin': …}": lambda: attach(
+        encoder(), variant="simctg", margin=0.3
+    ),
     "has 0.layers (2 modules) and 2.layers (2": lambda: attach(
         nn.ModuleList([encoder(), nn.ReLU(), encoder()])
     ),
@@ -500,6 +521,10 @@ WRONG = {
     "layer.0 is [12, 4, 16], expected [B, N, F] for an input that begins with [4": lambda: (
         losses("XLNetLMHeadModel")
     ),
+    # which would broadcast
+    "weights has shape [4, 1], expected [4], one weight for each": lambda: losses(
+        weights=torch.ones(4, 1)
+    ),
     "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(
         mask=TOKENS[:, 1:]
     ),
@@ -515,5 +540,5 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_errors(message):
-    with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(message)):
         WRONG[message]()

@@ -3,6 +3,7 @@ model, optimizer and autograd.
 """
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -896,8 +897,21 @@ def test_a_gpu_that_is_like_none_of_the_table(monkeypatch, device):
     plan = make_plan(loaded(DEMO), Machine(1, 2, gpu_flops=65))
     assert plan.machine.gpu_memory == 16
     assert any("guesses, those of a desktop GPU (" in text for text in plan.warnings)
-    with pytest.raises(ConfigError, match="gpu is 'A100-SXM4-40GB', expected one of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gpu is 'A100-SXM4-40GB', expected one of .*, or --gpu-memory \(GB\), with the other numbers of A100$",
+    ):
         find_gpu(Machine(gpu="A100-SXM4-40GB"))
+    assert find_gpu(Machine(gpu="A100-SXM4-40GB", gpu_memory=40)).memory == 40e9
+
+
+@pytest.mark.parametrize("option", ["gpu_memory", "gpu_flops"])
+@pytest.mark.parametrize("number", [0, -4, math.nan])
+def test_the_numbers_of_a_gpu_are_positive(option, number):
+    """Zero does not stand for the number in the table."""
+    message = f"--{option.replace('_', '-')} is {number}, expected a number > 0"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(loaded(DEMO), Machine(1, 2, **{option: number}))
 
 
 def test_peaks_follow_from_the_units_and_their_clock():

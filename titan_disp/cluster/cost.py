@@ -475,9 +475,11 @@ def find_gpu(machine: Machine) -> Gpu:
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
     gpu = GPUS.get(name) or GPUS.get(similar_gpu(name))
     if name not in GPUS and not (memory and (flops or gpu)):
+        needed = "--gpu-memory (GB) and --gpu-flops (dense bf16 TFLOP/s)"
+        if gpu:
+            needed = f"--gpu-memory (GB), with the other numbers of {similar_gpu(name)}"
         raise ConfigError(
-            f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or --gpu-memory "
-            "(GB) and --gpu-flops (dense bf16 TFLOP/s)"
+            f"gpu is {name!r}, expected one of {', '.join(GPUS)}, or {needed}"
         )
     # with the links of the desktop GPUs above
     gpu = gpu or Gpu(name, 0.0, (flops or 0.0) * 1e12 / 2, 0.0, 32e9, 1.25e9)

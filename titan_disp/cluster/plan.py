@@ -385,6 +385,12 @@ def find_machine(machine: Machine) -> Machine:
 
     Raises ConfigError if a number of the machine is out of range.
     """
+    for name in ("gpu_memory", "gpu_flops"):
+        number = getattr(machine, name)
+        if number is not None and not number > 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {number:g}, expected a number > 0"
+            )
     gpu = cost.find_gpu(machine)
     check_least(machine, nodes=1, gpus_per_node=1)
     if not 0 < machine.mfu <= 1:

@@ -80,8 +80,8 @@ class Nodes:
 @dataclass(frozen=True)
 class Machine(Nodes):
     gpu_memory: OptionalFloat = None
-    """memory of a GPU in GB. The default is that of the kind of GPU, or the measured
-    memory if the GPU is this computer's.
+    """memory of a GPU in GB, such as 40 for the smaller A100. The default is that of the
+    kind of GPU (A100: 80), or the measured memory if the GPU is this computer's.
     """
     gpu_flops: OptionalFloat = None
     """peak of a GPU in dense bf16 TFLOP/s. The default is that of its kind."""

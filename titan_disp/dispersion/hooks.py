@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_disp.dispersion.formula import check_coeff, condensing
-from titan_disp.dispersion.loss import DispersionLoss
+from titan_disp.dispersion.loss import DispersionLoss, check_options
 from titan_disp.dispersion.variants import Variant
 from titan_disp.errors import did_you_mean
 
@@ -182,6 +182,7 @@ class attach(AbstractContextManager["attach"]):
             loss of its last run.
 
     Raises:
+        TypeError: an option is unknown.
         ValueError: the blocks are not found or are ambiguous, their outputs are [N, B,
             F], or an option is wrong.
     """
@@ -198,6 +199,7 @@ class attach(AbstractContextManager["attach"]):
         if warning := condensing(coeff):
             warnings.warn(warning, stacklevel=2)
         self.coeff = coeff
+        check_options(options)
         self._dispersion = DispersionLoss(variant, **options)
         self.step = 0
         self.losses = dict[str, Tensor]()
@@ -247,8 +249,8 @@ class attach(AbstractContextManager["attach"]):
         Raises:
             RuntimeError: nothing was collected since the last call, or the last forward
                 raised an error. (Under ``torch.no_grad``, the loss is 0 instead.)
-            ValueError: the shape of the outputs or of the mask does not fit the model's
-                inputs.
+            ValueError: the shape of the outputs, the mask or the weights does not fit
+                the model's inputs.
         """
         outputs = self._outputs
         inputs = self._inputs
@@ -273,6 +275,11 @@ class attach(AbstractContextManager["attach"]):
         of_sequences = losses.mean(0)
         if weights is None:
             return self.coeff * _mean(of_sequences)
+        if weights.shape != of_sequences.shape:
+            raise ValueError(
+                f"weights has shape {list(weights.shape)}, expected "
+                f"{list(of_sequences.shape)}, one weight for each sequence"
+            )
         return self.coeff * (weights * of_sequences).sum()
 
     def detach(self, *error: object) -> None:
@@ -409,6 +416,8 @@ def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
                 f"layers has {name!r}, which is no module of the model{hint}"
             )
         blocks |= _modules_of_list(name, modules[name]) or {name: modules[name]}
+    if not blocks:
+        raise ValueError("layers names no module, expected at least one")
     return blocks
 
 
@@ -428,8 +437,8 @@ def _longest_list(model: nn.Module) -> Modules:
         choice = " and ".join(
             f"{name} ({len(modules)} modules)" for name, modules in candidates.items()
         )
-        singles = outermost_lists(model, lambda modules: len(modules) == 1)
-        example = next(iter(candidates or singles), "encoder.layers")
+        lists_of_any_modules = outermost_lists(model, bool)
+        example = next(iter(candidates or lists_of_any_modules), "encoder.layers")
         raise ValueError(
             f"{type(model).__name__} has "
             f"{choice or 'no list of modules of one class'}, expected one list of "

@@ -426,6 +426,17 @@ def _with_options(function: Function) -> Function:
     return function
 
 
+def check_options(options: Iterable[str]) -> None:
+    """Raise TypeError if a name is none of ``DispersionLoss``'s attributes."""
+    names = [option.name for option in fields(DispersionLoss)]
+    for name in options:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            if users_of(name):
+                hint = f": pass options={{{name!r}: …}}"
+            raise TypeError(f"unknown option {name!r}{hint}")
+
+
 @_with_options
 def dispersion_losses(
     zs: Iterable[Tensor],
@@ -446,13 +457,12 @@ def dispersion_losses(
         TypeError: an option is unknown.
         ValueError: as ``DispersionLoss`` and its ``__call__``.
     """
-    names = [option.name for option in fields(DispersionLoss)]
     for name in options:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            if "mask" in name:
-                hint = ": pass valid=[B, N], True at tokens"
-            raise TypeError(f"unknown option {name!r}{hint}")
+        if "mask" in name:
+            raise TypeError(
+                f"unknown option {name!r}: pass valid=[B, N], True at tokens"
+            )
+    check_options(options)
     return DispersionLoss(**options)(zs, group, step, valid=valid, segments=segments)
 
 

@@ -301,6 +301,7 @@ class GPT2HfAdapter(HfAdapter):
     model_cls = GPT2DispModel
     model_args: GPT2DispModelArgs
     transformers_class = "GPT2LMHeadModel"
+    model_type = "gpt2"
     embedding = OUTSIDE["tok_embeddings.weight"]
     defaults = {
         "n_inner": None,
@@ -311,25 +312,21 @@ class GPT2HfAdapter(HfAdapter):
         "add_cross_attention": False,
         "tie_word_embeddings": True,
     }
+    arguments = {
+        "vocab_size": "vocab_size",
+        "n_positions": "context",
+        "n_embd": "dim",
+        "n_layer": "n_layers",
+        "n_head": "n_heads",
+        "n_inner": "hidden_dim",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "enable_weight_tying",
+    }
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
         # The mesh and the placements of each weight that to_hf has gathered
         self._layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
         super().__init__(model_args, hf_assets_path)
-
-    def architecture(self) -> dict[str, Any]:
-        args = self.model_args
-        return self.defaults | {
-            "model_type": "gpt2",
-            "vocab_size": args.vocab_size,
-            "n_positions": args.context,
-            "n_embd": args.dim,
-            "n_layer": args.n_layers,
-            "n_head": args.n_heads,
-            "n_inner": args.hidden_dim,
-            "layer_norm_epsilon": args.norm_eps,
-            "tie_word_embeddings": args.enable_weight_tying,
-        }
 
     def extras(self) -> dict[str, Any]:
         return {

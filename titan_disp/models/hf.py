@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 from titan_disp.errors import ConfigError, reported
 from titan_disp.models.arguments import DispModelArgs
 from titan_disp.models.decoder import DispModel
-from titan_disp.tables import OVERRIDES
+from titan_disp.tables import OVERRIDES, written_out
 
 INDEX = "model.safetensors.index.json"
 OUTPUT_LAYER = "lm_head.weight"
@@ -35,6 +35,9 @@ class HfAdapter(StateDictAdapter):
     # The defaults of transformers for keys of ``architecture`` that a config.json may
     # omit
     defaults: dict[str, Any]
+    # The model's argument, a key of model.overrides, by the key of config.json
+    arguments: dict[str, str]
+    model_type: str
     fqn_to_index_mapping: dict[Any, int] | None
 
     def __init__(self, model_args: DispModelArgs, hf_assets_path: str | None) -> None:
@@ -58,7 +61,10 @@ class HfAdapter(StateDictAdapter):
         """Return the keys and values of config.json that describe the network. An export
         writes them, and an import compares them.
         """
-        raise NotImplementedError
+        sizes = {
+            key: getattr(self.model_args, name) for key, name in self.arguments.items()
+        }
+        return self.defaults | {"model_type": self.model_type} | sizes
 
     def extras(self) -> dict[str, Any]:
         """Return further keys and values that an export writes to config.json. An import
@@ -119,16 +125,27 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
                 f"enable_weight_tying=false to {OVERRIDES}"
             )
         config["tie_word_embeddings"] = False  # transformers 5 decides so, too
-    differ = [
-        f"{key} is {config.get(key)!r} in config.json and {expected!r} in this model"
+    differing = {
+        key: expected
         for key, expected in adapter.architecture().items()
         if config.get(key) != expected
-    ]
-    if differ:
+    }
+    if differing:
+        differences = "; ".join(
+            f"{key} is {config.get(key)!r} in config.json and {expected!r} in this model"
+            for key, expected in differing.items()
+        )
+        overrides = {
+            name: config[key]
+            for key, name in adapter.arguments.items()
+            if key in differing and config.get(key) is not None
+        }
+        advice = "Change these keys to match the weights"
+        if overrides and "model_type" not in differing:
+            advice += f": add {written_out(overrides)} to {OVERRIDES}"
         raise ConfigError(
             f"{where} holds another network than model.name, model.flavor and "
-            f"model.overrides describe: {'; '.join(differ)}. Change these keys to "
-            "match the weights"
+            f"model.overrides describe: {differences}. {advice}"
         )
     check_weights(stored, adapter, where)
 

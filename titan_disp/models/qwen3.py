@@ -158,23 +158,19 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
         "use_sliding_window": False,
         "hidden_act": "silu",
     }
-
-    def architecture(self) -> dict[str, Any]:
-        args = self.model_args
-        return self.defaults | {
-            "model_type": self.model_type,
-            "vocab_size": args.vocab_size,
-            "hidden_size": args.dim,
-            "intermediate_size": args.hidden_dim,
-            "num_hidden_layers": args.n_layers,
-            "num_attention_heads": args.n_heads,
-            "num_key_value_heads": args.n_kv_heads,
-            "head_dim": args.head_dim,
-            "rms_norm_eps": args.norm_eps,  # for queries and keys too
-            # At the top level, as in Qwen's files: transformers 4.51 to 5 read it there.
-            "rope_theta": args.rope_theta,
-            "tie_word_embeddings": args.enable_weight_tying,
-        }
+    arguments = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "head_dim": "head_dim",
+        "rms_norm_eps": "norm_eps",  # for queries and keys too
+        # At the top level, as in Qwen's files: transformers 4.51 to 5 read it there.
+        "rope_theta": "rope_theta",
+        "tie_word_embeddings": "enable_weight_tying",
+    }
 
     def extras(self) -> dict[str, Any]:
         # transformers 4.51 warns if sliding_window is missing.
