@@ -48,6 +48,7 @@ T = TypeVar("T")
 # SentencePiece's, the .idx Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
 _UNREAD = "files with such suffixes are not read"
+_GLOB = ". (A glob instead of the folder reads every such file that it matches)"
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _SPLITS = {
     "c4": "train",
@@ -234,15 +235,18 @@ class _Selection:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def leave_out(
-        self, paths: Sequence[str], why: str, log: Callable[[str], None] | None
+        self,
+        paths: Sequence[str],
+        why: str,
+        log: Callable[[str], None] | None,
+        advice: str = "",
     ) -> None:
-        """Remember why files are left out, and log it."""
+        """Remember why files are left out, and log it with advice."""
         self.left_out.update(dict.fromkeys(paths, why))
         if paths and log is not None:
             log(
                 f"{self.where}: left out, because {why}: {_counts(paths)}, such as "
-                f"{paths[0]}. (A glob instead of the folder reads every file that it "
-                "matches)"
+                f"{paths[0]}{advice}"
             )
 
     def of_store(self, url: str) -> list[DataFile]:
@@ -360,7 +364,8 @@ class _Selection:
             about = [path for path in paths if suffix_of(path) in formats]
             others = [path for path in paths if suffix_of(path) not in formats]
             if any(map(is_readable, others)):
-                self.leave_out(about, "there are documents in other formats", _say)
+                why = "there are documents in other formats (a glob reads both)"
+                self.leave_out(about, why, _say)
                 paths = others
         counts = _counts(paths)
         paths = self.readable(paths)
@@ -408,7 +413,7 @@ class _Selection:
             )
         is_usual = self.c4 or self.split != "train"
         others = sorted({*paths} - {*of_split} - kept_back)
-        self.leave_out(others, rule, _note if is_usual else warn_once)
+        self.leave_out(others, rule, _note if is_usual else warn_once, _GLOB)
         return of_split
 
     def _walk(self, folder: str) -> list[str]:
