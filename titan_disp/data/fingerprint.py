@@ -125,12 +125,14 @@ def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str,
     # A checkpoint of a version without the key used the tokenizer's EOS.
     comparable = {"stream.separator": "", **fingerprint, "files": files}
     comparable.pop(FIRST_EPOCH, None)
-    # Both are unknown on the hub, and a copy elsewhere has one of them.
+    # Both are unknown on the hub, and a copy elsewhere has one of them. Where sizes
+    # differ, they say nothing more.
+    other_files = dict(other.get("files", []))
     for key in ("contents", "etags"):
         comparable[key] = {
             file: value
             for file, value in fingerprint.get(key, {}).items()
-            if file in other.get(key, {})
+            if file in other.get(key, {}) and files.get(file) == other_files.get(file)
         }
     # With an index, hashes and densities are of other parts of the files than without.
     if _has_index(fingerprint) != _has_index(other):
