@@ -21,7 +21,7 @@ setup: $(VENV)/.ready
 
 # If the interpreter already has torch (as in a GPU image or a cluster's module), that torch is used and never replaced.
 $(VENV)/.ready: pyproject.toml
-	@echo "Installing into $(VENV): this takes a few minutes, and 2 GB of disk, or 5 GB if pip finds a CUDA build of torch."
+	@echo "Installing into $(VENV): this takes a few minutes, and 3 GB of disk, or 6 GB if pip finds a CUDA build of torch."
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \

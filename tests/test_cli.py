@@ -86,6 +86,16 @@ def test_version(monkeypatch, capsys):
     assert capsys.readouterr().out == f"titan-disp {metadata.version('titan-disp')}\n"
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        __main__.main()
+    assert capsys.readouterr().err == "titan-disp: stopped by Ctrl-C\n"
+
+
 def among(own):
     """Put a subcommand's own options between those of the config, as users do."""
     return (*OVERRIDES[:2], *own.split(), *OVERRIDES[2:])

@@ -148,6 +148,21 @@ def test_a_failure_is_told_from_the_signal(
     assert line in said
 
 
+def test_a_killed_rank_may_have_taken_too_much_memory(launched, monkeypatch):
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
+    failure = SimpleNamespace(exitcode=-9, local_rank=1, timestamp=0)
+    error = ChildFailedError("titan_disp.train", {1: failure})
+    error.get_first_failure = lambda: (1, failure)
+
+    def ranks(*argv):
+        raise error
+
+    status, said = launched(ranks)
+    assert status == 1
+    assert "rank 1 was killed (SIGKILL), perhaps because the machine" in said
+    assert "too little memory. The same command resumes" in said
+
+
 AGAIN = (
     "same command resumes from the newest checkpoint, or begins anew if there is none."
 )

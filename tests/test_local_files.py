@@ -221,11 +221,12 @@ def test_what_is_left_out_is_said(tmp_path, told):
     left_out, mixed = told("WARNING")
     assert "left out, because files with such suffixes are not read" in left_out
     assert ": 2 *.bz2, 1 *.xml, such as " in left_out
+    assert "glob" not in left_out  # it does not read them, either
     assert mixed.endswith(
         "files of several formats are read together: 1 *.json, 1 *.jsonl"
     )
     assert [
-        f"1 *.md, 1 *.model, such as {tmp_path / 'README.md'}. (A glob" in m
+        f"1 *.md, 1 *.model, such as {tmp_path / 'README.md'}" in m
         for m in told("INFO")
     ] == [True]
 
@@ -264,8 +265,8 @@ def test_plain_text_is_read_where_nothing_else_is(tmp_path, told):
     write(tmp_path, "c.jsonl")
     assert names_in("text", tmp_path) == ["c.jsonl"]
     assert (
-        "left out, because there are documents in other formats: 1 *.txt, 1 *.txt.gz"
-        in told("INFO")[0]
+        "left out, because there are documents in other formats (a glob reads both): "
+        "1 *.txt, 1 *.txt.gz" in told("INFO")[0]
     )
     assert names_in("text", f"{tmp_path}/*.txt*") == ["a.txt", "b.txt.gz"]
 

@@ -21,7 +21,7 @@ from titan_disp.errors import ConfigError
 
 TEXTS = ["one", 'two, "quoted"', "three\nlines\n", "naïve – ﬁne", "last"]
 COLUMNS = {"url": list("abcde"), "text": TEXTS}
-FRENCH = "Voilà l’été\xa0: « ça coûte cher », dit-elle. Œuvre d'un être aimé.\n\nFin."
+FRENCH = "Voilà l’été\xa0: « ça coûte cher », dit-elle. Œuvre d'un être aimé\xa0en\xa0mai.\n\nFin."
 
 
 def table(delimiter):
@@ -196,6 +196,11 @@ def test_a_converted_text_takes_time_in_proportion_to_its_length(encoding, tmp_p
         return time.process_time() - began
 
     assert seconds(160_000) < 20 * seconds(20_000)  # 8 times as many
+
+
+def test_a_single_odd_sign_does_not_hide_the_encoding():
+    text = "Elle vint à Orléans. " * 100 + "Voir l§a."
+    assert encoding_of(text.encode("cp1252")) == "cp1252"
 
 
 def test_what_cannot_be_told_is_not_converted():

@@ -981,6 +981,13 @@ def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path):
             )
             == []
         )
+    # With another size, it is not said to have the same size.
+    (tmp_path / "b.jsonl").write_text("".join(lines[45:]))
+    now = build_dataloader(1, 0, tokenizer, job)
+    (change,) = data_changes(json.loads(saved["fingerprint"]), now.fingerprint)
+    assert change.startswith(
+        "data: 3 files then, 3 now, with 1 difference; first b.jsonl"
+    )
 
 
 def test_validation_is_the_same_on_any_ranks(sample):

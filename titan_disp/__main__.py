@@ -37,6 +37,9 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(EXIT_CODE)
+    except KeyboardInterrupt:  # Importing torch takes seconds
+        print("titan-disp: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)  # as shells have it: 128 + SIGINT
 
 
 if __name__ == "__main__":

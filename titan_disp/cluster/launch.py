@@ -144,6 +144,11 @@ def _start_ranks(
             )
             return 128 + stop.number
         status = f"rank {rank} failed with exit status {failure.exitcode}"
+        if failure.exitcode == -signal.SIGKILL:
+            status = (
+                f"rank {rank} was killed (SIGKILL), perhaps because the machine has too "
+                f"little memory. The same command {then}"
+            )
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
         if reason := _last_error(logs, rank):
             print(reason, file=sys.stderr)

@@ -233,8 +233,9 @@ class InitOptions:
     name. It must be empty or not exist.
     """
     text: Annotated[str, arg(metavar="PATH")]
-    """folder, file or glob of .txt, .json, .jsonl, .csv, .parquet and others, also .gz
-    or .zst (docs/data.md).
+    """folder, file or glob (in quotes) of .txt, .json, .jsonl, .csv, .parquet and
+    others, also .gz or .zst (docs/data.md). In a folder, .txt and .csv files beside
+    other formats are left out.
     """
     text_field: str = "text"
     """field of JSON documents, or column of Parquet files, that holds the text

@@ -127,11 +127,13 @@ def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str,
     comparable = {"stream.separator": "", **fingerprint, "files": files}
     comparable.pop(FIRST_EPOCH, None)
     # Files on the hub have neither, and copies elsewhere have one of the two.
+    # Where sizes differ, they say nothing more.
+    other_files = dict(other.get("files", []))
     for key in ("contents", "etags"):
         comparable[key] = {
             file: value
             for file, value in fingerprint.get(key, {}).items()
-            if file in other.get(key, {})
+            if file in other.get(key, {}) and files.get(file) == other_files.get(file)
         }
     # An index takes hashes and densities from other parts of the files.
     if _has_index(fingerprint) != _has_index(other):

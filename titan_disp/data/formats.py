@@ -150,8 +150,11 @@ def mistaken(head: bytes, name: str) -> str | None:
     return None
 
 
-# bytes outside ASCII that Windows-1252 has inside words
-_LETTERS = bytes({*range(0xC0, 256)} - {0xD7, 0xF7}) + "ƒŠŒŽšœžŸ’·\xad".encode("cp1252")
+# bytes outside ASCII that Windows-1252 has between two ASCII letters: letters, and
+# no-break spaces between words
+_LETTERS = bytes({*range(0xC0, 256)} - {0xD7, 0xF7}) + "ƒŠŒŽšœžŸ’·\xad\xa0".encode(
+    "cp1252"
+)
 _INSIDE = re.compile(rb"(?<=[A-Za-z])[\x80-\xff](?=[A-Za-z])")
 _HIGH = bytes(range(0x80, 256))
 # control characters that no text has
@@ -167,8 +170,9 @@ def encoding_of(head: bytes) -> str:
     Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
     Western ones, whose high bytes are zero. (Such bytes are valid UTF-8, too.) A text is
     taken for Windows-1252 if it has no control characters of binary files, few bytes
-    outside ASCII, and only letters of Windows-1252 between two ASCII letters. Polish and
-    Czech words have other bytes there, and Cyrillic texts have many bytes outside ASCII.
+    outside ASCII, and between two ASCII letters hardly any bytes except letters and
+    no-break spaces. Polish and Czech words have other bytes there, and Cyrillic texts
+    have many bytes outside ASCII.
     """
     # before UTF-16, because a mark of UTF-32 begins with one of UTF-16
     if head.startswith(_UTF_32_MARKS):
@@ -185,7 +189,8 @@ def encoding_of(head: bytes) -> str:
         return ""
     except UnicodeDecodeError:
         ascii_size = len(head.translate(None, _HIGH))
-        is_western = not b"".join(_INSIDE.findall(head)).translate(None, _LETTERS)
+        inside = b"".join(_INSIDE.findall(head))
+        is_western = len(inside.translate(None, _LETTERS)) <= 0.01 * len(inside)
         is_binary = len(head.translate(None, _CONTROLS)) < len(head)
         if is_western and not is_binary and ascii_size > 0.8 * len(head):
             return "cp1252"

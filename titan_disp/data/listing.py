@@ -48,6 +48,7 @@ T = TypeVar("T")
 # (.model is SentencePiece's, and .idx is Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
 _UNREAD = "files with such suffixes are not read"
+_GLOB = ". (A glob instead of the folder reads every such file that it matches)"
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _SPLITS = {
     "c4": "train",
@@ -235,15 +236,18 @@ class _Selection:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def leave_out(
-        self, paths: Sequence[str], why: str, log: Callable[[str], None] | None
+        self,
+        paths: Sequence[str],
+        why: str,
+        log: Callable[[str], None] | None,
+        advice: str = "",
     ) -> None:
-        """Remember why files are left out, and log it."""
+        """Remember why files are left out, and log it with advice."""
         self.left_out.update(dict.fromkeys(paths, why))
         if paths and log is not None:
             log(
                 f"{self.where}: left out, because {why}: {_counts(paths)}, such as "
-                f"{paths[0]}. (A glob instead of the folder reads every file that it "
-                "matches)"
+                f"{paths[0]}{advice}"
             )
 
     def of_store(self, url: str) -> list[DataFile]:
@@ -361,7 +365,7 @@ class _Selection:
             descriptions = [path for path in paths if suffix_of(path) in formats]
             documents = [path for path in paths if suffix_of(path) not in formats]
             if any(map(is_readable, documents)):
-                reason = "there are documents in other formats"
+                reason = "there are documents in other formats (a glob reads both)"
                 self.leave_out(descriptions, reason, _say)
                 paths = documents
         counts = _counts(paths)
@@ -410,7 +414,8 @@ class _Selection:
             )
         is_usual = self.c4 or self.split != "train"
         of_other_splits = sorted({*paths} - {*of_split} - kept_back)
-        self.leave_out(of_other_splits, rule, _note if is_usual else warn_once)
+        tell = _note if is_usual else warn_once
+        self.leave_out(of_other_splits, rule, tell, _GLOB)
         return of_split
 
     def _walk(self, folder: str) -> list[str]:
