@@ -219,6 +219,51 @@ def test_an_unknown_option_of_sbatch(command, option, similar):
     assert f"sbatch has no option {name!r} (did you mean {similar}?)" in err
 
 
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("5", 300),
+        ("4:30", 270),
+        ("00:20:00", 1200),
+        ("1-0", 86400),
+        ("1-2:30", 95400),
+        ("1-0:0:5", 86405),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_the_seconds_of_a_time_limit(time, seconds):
+    assert launch.seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "lead"),
+    [
+        (["time=5"], "", 300),
+        (["time=00:05:00"], "", 300),
+        (["time=10", "signal=B:USR1@600"], "B:USR1@60", 600),
+        (["time=1"], "B:USR1@60", 60),
+        (["time=5:01"], "", None),
+        (["time=5", "signal=B:USR1@60"], "", None),
+        (["time=2"], "B:USR1@60", None),
+        (["time=0"], "", None),  # sbatch: no limit
+        (["deadline=now"], "", None),
+    ],
+)
+def test_a_time_limit_at_which_no_job_could_train(
+    command, monkeypatch, options, variable, lead
+):
+    """It is refused before the job waits in the queue."""
+    monkeypatch.setenv("SBATCH_SIGNAL", variable)
+    code, out, err = command(80, "--sbatch", *options)
+    if lead is None:
+        assert (code, "pretrain.sbatch" in out) == (0, True), err
+        return
+    assert (code, "pretrain.sbatch" in out) == (2, False)
+    assert f"error: --sbatch {options[0]} is a time limit of " in err
+    assert f"SLURM signals the job {lead} s before it" in err
+
+
 def test_a_dry_run_looks_at_the_run_folder(command, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     for folder in ("/proc/runs", f"{tmp_path}/file/run"):

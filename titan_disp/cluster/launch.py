@@ -295,6 +295,46 @@ def check_sbatch_option(option: str) -> None:
         )
 
 
+def seconds_of(time: str) -> int | None:
+    """Return the seconds of an sbatch --time: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS
+    or DAYS-HOURS[:MINUTES[:SECONDS]]. Return None for other texts, such as UNLIMITED.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", time)
+    if not match:
+        return None
+    days, clock = match.groups()
+    numbers = [int(number) for number in clock.split(":")]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # no hours
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_time_limit(options: Sequence[str]) -> None:
+    """Raise ConfigError if SLURM would signal the job as soon as it starts, so that it
+    would end before it has trained (slurm/supervise.py).
+    """
+    settings = [
+        (SCRIPTS / SCRIPT).read_text(),
+        f"signal={os.environ.get('SBATCH_SIGNAL', '')}",
+        *(option.lstrip("-") for option in options),
+    ]
+    signals = re.findall(
+        r"(?m)^(?:#SBATCH --)?signal=[\w:]+@(\d+)$", "\n".join(settings)
+    )
+    lead = int(signals[-1])
+    for option in options:
+        name, _, value = option.lstrip("-").partition("=")
+        limit = seconds_of(value)
+        if name == "time" and limit is not None and 0 < limit <= lead:
+            raise ConfigError(
+                f"--sbatch {option} is a time limit of {limit} s, and SLURM signals "
+                f"the job {lead} s before it, so it would end before it has trained. "
+                "Ask for a longer time, or for a later signal with --sbatch "
+                "signal=B:USR1@SECONDS"
+            )
+
+
 def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]:
     """Return the command-line options of sbatch.
 
@@ -303,6 +343,7 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
     """
     for option in options.sbatch:
         check_sbatch_option(option)
+    check_time_limit(options.sbatch)
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
     if not any(os.environ.get(name) for name in OTHER_PYTHON):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
