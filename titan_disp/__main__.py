@@ -35,7 +35,8 @@ def main() -> None:
         else:
             raise
         print(
-            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: pip install {what} in a clone of titan-disp",
+            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: "
+            f"pip install {what} in a clone of titan-disp",
             file=sys.stderr,
         )
         sys.exit(EXIT_CODE)

@@ -36,10 +36,12 @@ from titan_disp.config.command_options import (
 )
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import ConfigError
+from titan_disp.errors import CheckpointError, ConfigError, RefusedError
 from titan_disp.files import cores
 from titan_disp.run import dry
 from titan_disp.run.folder import writing
+from titan_disp.run.identity import check_identity, of_keys, read_identity
+from titan_disp.run.integrity import checkpoints
 from titan_disp.run.lock import process_fields
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
@@ -415,6 +417,25 @@ def _look_at(run: Path) -> None:
         print(f"warning: {error}", flush=True)
 
 
+def _warn_of_refusal(job_config: JobConfig) -> None:
+    """Print a warning if the newest checkpoint of the run folder has another loss or
+    model, so that the job would end at once.
+
+    The job itself reports a checkpoint that cannot be read.
+    """
+    section = job_config.checkpoint
+    folder = Path(job_config.job.dump_folder) / section.folder
+    with contextlib.suppress(OSError, CheckpointError):
+        steps = checkpoints(folder)
+        if not (section.enable and steps):
+            return
+        saved = read_identity(str(folder / f"step-{steps[-1]}"))
+        try:
+            check_identity(saved, of_keys(job_config), section.allow_other_loss)
+        except RefusedError as error:
+            print(f"warning: the job will refuse to start: {error}", flush=True)
+
+
 def submit(options: SubmitOptions) -> int:
     """Print the plan, write what the job will run to RUN/launch, submit the job, and
     return sbatch's exit status.
@@ -431,6 +452,7 @@ def submit(options: SubmitOptions) -> int:
     if nproc.isdecimal() and int(nproc):  # ranks per node, whatever its GPUs
         training = dataclasses.replace(training, gpus_per_node=int(nproc))
     print(render(make_plan(job_config, training)), flush=True)
+    _warn_of_refusal(job_config)
     site = site_file(options.site)
     if options.dry_run:
         _look_at(Path(job_config.job.dump_folder).absolute())
