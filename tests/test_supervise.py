@@ -620,7 +620,7 @@ SCENARIOS = {
         row(
             "USR1",
             "requeue",
-            SAVED + "the file RUN/stop",
+            SAVED + "SLURM sent USR1",
             signals="USR1",
             events=SLURM_ASKED,
         ),
