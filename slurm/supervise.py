@@ -1041,7 +1041,9 @@ class Supervisor:
     def _stopped(self, event):
         """Return the outcome of a start that has stopped on request."""
         step = event["step"]
-        reason = event.get("reason", "")
+        # RUN/stop, if this job has written it, is not the user's
+        asked = " and ".join(self.signalled())
+        reason = f"SLURM sent {asked}" if asked else event.get("reason", "")
         options = section(self.run, "checkpoint")
         saves = options.get("enable") is not False and not options.get("load_only")
         asked_by_slurm = self.signalled() or event.get("kind") == "signal"

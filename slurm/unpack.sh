@@ -15,8 +15,11 @@ for old in "$(dirname "$1")"/titan-disp-[0-9]*; do
     rm -rf -- "$old"
   fi
 done
-rm -rf -- "$folder"
-mkdir -p "$folder"
+# No earlier start has used this name, so another node has created the folder.
+mkdir -- "$folder" || {
+  echo "titan-disp: error: $(hostname): nodes share $(dirname "$1"): set TITAN_DISP_LOCAL to a folder on each node's own disk"
+  exit 1
+}
 tar -xf "$1" -C "$folder"
 rm -f "$1"
 # Environments of conda-pack contain the paths of their origin until conda-unpack is run.

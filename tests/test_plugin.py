@@ -197,8 +197,8 @@ def test_the_wheel_without_its_dependencies_has_the_loss(tmp_path):
     assert help_status == train_status == "exit status 2"
 
 
-def one_line(package):
-    return f"titan-disp: error: titan-disp needs {package}, which is not installed: pip install . in a clone of titan-disp"
+def one_line(package, what="."):
+    return f"titan-disp: error: titan-disp needs {package}, which is not installed: pip install {what} in a clone of titan-disp"
 
 
 def test_only_required_packages_are_named_as_missing(monkeypatch, capsys):
@@ -212,6 +212,11 @@ def test_only_required_packages_are_named_as_missing(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         start_without("torchtitan")
     assert capsys.readouterr().err == one_line("torchtitan") + "\n"
+    # The CPU build of torch does not bring it.
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SystemExit, match="2"):
+        start_without("triton")
+    assert capsys.readouterr().err == one_line("triton", "'.[cpu]'") + "\n"
     for module in ("titan_disp.gone", "lm_eval"):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ModuleNotFoundError):

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from tests.command_line import ROOT, typed
 from tests.pages import loaded
 from titan_disp.cluster import freeze, launch
 from titan_disp.config.load import load_config
 from titan_disp.errors import ConfigError
+from titan_disp.run.identity import of_keys, to_state
 
 CONFIG = str(ROOT / "train_configs" / "qwen3_0.6b_c4.toml")
 
@@ -217,6 +219,83 @@ def test_an_unknown_option_of_sbatch(command, option, similar):
     assert (code, "pretrain.sbatch" in out) == (2, False)
     name, _, _ = option.partition("=")
     assert f"sbatch has no option {name!r} (did you mean {similar}?)" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ([], ""),
+        (["--optimizer.lr", "0.1"], ""),
+        (["--dispersion.coeff", "0.5"], "another loss: dispersion.coeff is 0.1 in"),
+        (["--dispersion.coeff", "0.5", "--checkpoint.allow_other_loss"], ""),
+        (["--dispersion.coeff", "0.5", "--checkpoint.no-enable"], ""),
+        (["--job.dump_folder", "another", "--dispersion.coeff", "0.5"], ""),
+    ],
+)
+def test_a_job_that_will_refuse_its_checkpoint(command, tmp_path, change, refused):
+    """The user learns it before the job waits in the queue."""
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-7"
+    identity = to_state(of_keys(loaded(CONFIG)))
+    dcp.save({"identity": identity}, checkpoint_id=checkpoint, no_dist=True)
+    code, out, err = command(80, "--job.dump_folder", "run", *change)
+    assert code == 0, err
+    warned = "warning: the job will refuse to start: the checkpoint was trained with "
+    assert (warned + refused in out) is bool(refused)
+    assert ("will refuse" in out) is bool(refused)
+
+
+def test_a_job_with_a_damaged_checkpoint_is_submitted(command, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-7"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").write_bytes(b"damaged")
+    code, out, err = command(80, "--job.dump_folder", "run")
+    assert (code, "pretrain.sbatch" in out) == (0, True), err
+    assert "will refuse" not in out
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("5", 300),
+        ("4:30", 270),
+        ("00:20:00", 1200),
+        ("1-0", 86400),
+        ("1-2:30", 95400),
+        ("1-0:0:5", 86405),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_the_seconds_of_a_time_limit(time, seconds):
+    assert launch.seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "lead"),
+    [
+        (["time=5"], "", 300),
+        (["time=00:05:00"], "", 300),
+        (["time=10", "signal=B:USR1@600"], "B:USR1@60", 600),
+        (["time=1"], "B:USR1@60", 60),
+        (["time=5:01"], "", None),
+        (["time=5", "signal=B:USR1@60"], "", None),
+        (["time=2"], "B:USR1@60", None),
+        (["time=0"], "", None),  # sbatch: no limit
+        (["deadline=now"], "", None),
+    ],
+)
+def test_a_time_limit_at_which_no_job_could_train(
+    command, monkeypatch, options, variable, lead
+):
+    """It is refused before the job waits in the queue."""
+    monkeypatch.setenv("SBATCH_SIGNAL", variable)
+    code, out, err = command(80, "--sbatch", *options)
+    if lead is None:
+        assert (code, "pretrain.sbatch" in out) == (0, True), err
+        return
+    assert (code, "pretrain.sbatch" in out) == (2, False)
+    assert f"error: --sbatch {options[0]} is a time limit of " in err
+    assert f"SLURM signals the job {lead} s before it" in err
 
 
 def test_a_dry_run_looks_at_the_run_folder(command, monkeypatch, tmp_path):

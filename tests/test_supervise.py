@@ -620,7 +620,7 @@ SCENARIOS = {
         row(
             "USR1",
             "requeue",
-            SAVED + "the file RUN/stop",
+            SAVED + "SLURM sent USR1",
             signals="USR1",
             events=SLURM_ASKED,
         ),
@@ -2007,9 +2007,10 @@ class TestUnpack:
         local = tmp_path / "local"
         archive = tmp_path / "local" / "titan-disp-7.1.ab12cd.tar"
         unpacked = local / "titan-disp-7.1.ab12cd"
-        kept = {"titan-disp-6", unpacked.name, "titan-disp-x", "titan-disp-cache-0"}
+        others = {"titan-disp-6", "titan-disp-x", "titan-disp-cache-0"}
+        kept = {*others, unpacked.name}
         dead = "titan-disp-5.0.0123ef"
-        for name in (*kept, dead, "titan-disp-7", "titan-disp-7.0.ab12cd"):
+        for name in (*others, dead, "titan-disp-7", "titan-disp-7.0.ab12cd"):
             (local / name).mkdir(parents=True)
         (local / f"{dead}.tar").touch()
         (tmp_path / "env" / "bin").mkdir(parents=True)
@@ -2021,6 +2022,7 @@ class TestUnpack:
             subprocess.run(
                 ["tar", "-cf", archive, "-C", tmp_path / "env", "."], check=True
             )
+            shutil.rmtree(unpacked, ignore_errors=True)
             subprocess.run(
                 ["bash", ROOT / "slurm" / "unpack.sh", archive],
                 env=cluster.environment(),
@@ -2028,6 +2030,21 @@ class TestUnpack:
             )
             assert {path.name for path in local.iterdir()} == kept | more
         assert (unpacked / "bin").is_dir()
+
+    def test_nodes_that_share_the_folder_of_the_environment(self, cluster, tmp_path):
+        """The second node must not remove what the first one unpacks."""
+        archive = tmp_path / "titan-disp-7.1.ab12cd.tar"
+        unpacked = archive.with_suffix("")
+        unpacked.mkdir()
+        done = subprocess.run(
+            ["bash", ROOT / "slurm" / "unpack.sh", archive],
+            env=cluster.environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1
+        assert f"nodes share {tmp_path}: set TITAN_DISP_LOCAL" in done.stdout
+        assert unpacked.is_dir()
 
 
 class TestPack:

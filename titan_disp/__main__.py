@@ -30,10 +30,15 @@ def main() -> None:
 
         cli.main()
     except ModuleNotFoundError as error:
-        if error.name not in required_packages():
+        if error.name == "triton":  # torchtitan imports it
+            what = "'.[cpu]'"
+        elif error.name in required_packages():
+            what = "."
+        else:
             raise
         print(
-            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: pip install . in a clone of titan-disp",
+            f"titan-disp: error: titan-disp needs {error.name}, which is not installed: "
+            f"pip install {what} in a clone of titan-disp",
             file=sys.stderr,
         )
         sys.exit(EXIT_CODE)

@@ -36,10 +36,12 @@ from titan_disp.config.command_options import (
 )
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import ConfigError
+from titan_disp.errors import CheckpointError, ConfigError, RefusedError
 from titan_disp.files import cores
 from titan_disp.run import dry
 from titan_disp.run.folder import writing
+from titan_disp.run.identity import check_identity, of_keys, read_identity
+from titan_disp.run.integrity import checkpoints
 from titan_disp.run.lock import process_fields
 from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 
@@ -300,6 +302,46 @@ def check_sbatch_option(option: str) -> None:
         )
 
 
+def seconds_of(time: str) -> int | None:
+    """Return the seconds of an sbatch --time: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS
+    or DAYS-HOURS[:MINUTES[:SECONDS]]. Return None for other texts, such as UNLIMITED.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", time)
+    if not match:
+        return None
+    days, clock = match.groups()
+    numbers = [int(number) for number in clock.split(":")]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # no hours
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_time_limit(options: Sequence[str]) -> None:
+    """Raise ConfigError if SLURM would signal the job as soon as it starts, so that it
+    would end before it has trained (slurm/supervise.py).
+    """
+    settings = [
+        (SCRIPTS / SCRIPT).read_text(),
+        f"signal={os.environ.get('SBATCH_SIGNAL', '')}",
+        *(option.lstrip("-") for option in options),
+    ]
+    signals = re.findall(
+        r"(?m)^(?:#SBATCH --)?signal=[\w:]+@(\d+)$", "\n".join(settings)
+    )
+    lead = int(signals[-1])
+    for option in options:
+        name, _, value = option.lstrip("-").partition("=")
+        limit = seconds_of(value)
+        if name == "time" and limit is not None and 0 < limit <= lead:
+            raise ConfigError(
+                f"--sbatch {option} is a time limit of {limit} s, and SLURM signals "
+                f"the job {lead} s before it, so it would end before it has trained. "
+                "Ask for a longer time, or for a later signal with --sbatch "
+                "signal=B:USR1@SECONDS"
+            )
+
+
 def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]:
     """Return the command-line options of sbatch.
 
@@ -308,6 +350,7 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
     """
     for option in options.sbatch:
         check_sbatch_option(option)
+    check_time_limit(options.sbatch)
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
     if not any(os.environ.get(name) for name in OTHER_PYTHON):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
@@ -379,6 +422,25 @@ def _look_at(run: Path) -> None:
         print(f"warning: {error}", flush=True)
 
 
+def _warn_of_refusal(job_config: JobConfig) -> None:
+    """Print a warning if the newest checkpoint of the run folder has another loss or
+    model, so that the job would end at once.
+
+    The job itself reports a checkpoint that cannot be read.
+    """
+    section = job_config.checkpoint
+    folder = Path(job_config.job.dump_folder) / section.folder
+    with contextlib.suppress(OSError, CheckpointError):
+        steps = checkpoints(folder)
+        if not (section.enable and steps):
+            return
+        saved = read_identity(str(folder / f"step-{steps[-1]}"))
+        try:
+            check_identity(saved, of_keys(job_config), section.allow_other_loss)
+        except RefusedError as error:
+            print(f"warning: the job will refuse to start: {error}", flush=True)
+
+
 def submit(options: SubmitOptions) -> int:
     """Print the plan, write what the job will run to RUN/launch, submit the job, and
     return sbatch's exit status.
@@ -395,6 +457,7 @@ def submit(options: SubmitOptions) -> int:
     if nproc.isdecimal() and int(nproc):  # ranks per node, whatever its GPUs
         training = dataclasses.replace(training, gpus_per_node=int(nproc))
     print(render(make_plan(job_config, training)), flush=True)
+    _warn_of_refusal(job_config)
     site = site_file(options.site)
     if options.dry_run:
         _look_at(Path(job_config.job.dump_folder).absolute())

@@ -42,12 +42,16 @@ def of_model(job_config: JobConfig, args: BaseModelArgs) -> dict[str, Any]:
 
     ``args`` contains the effects of the flavor and of the overrides.
     """
+    return of_keys(job_config) | architecture_of(args)
+
+
+def of_keys(job_config: JobConfig) -> dict[str, Any]:
+    """Return the part of an identity that the config alone determines: the name of the
+    model, the keys that fix it, and the loss.
+    """
     keys = ["model.name", *(key for key in fixed("model") if key != "model.overrides")]
-    return (
-        {key: value_of(job_config, key) for key in keys}
-        | architecture_of(args)
-        | of_loss(job_config.dispersion)
-    )
+    model = {key: value_of(job_config, key) for key in keys}
+    return model | of_loss(job_config.dispersion)
 
 
 def of_loss(section: Dispersion) -> dict[str, Any]:
