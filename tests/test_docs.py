@@ -559,9 +559,9 @@ def test_commands_measure_all_of_their_models(words, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SWEEPS.keys() - {"qwen3_methods"}))
-def test_sweeps_at_the_papers_size(name, sweeps):
+def test_sweeps_at_the_papers_size(name):
     """The last condition of each listed point can start on one GPU."""
-    sweep = sweeps[str(SWEEPS[name].relative_to(ROOT))]
+    sweep = read_sweep(SWEEPS[name])
     conditions = {point.condition: point for point in points(sweep)}
     assert sweep.against in conditions
     for point in {

@@ -112,7 +112,7 @@ def test_sources_of_an_earlier_trainer_are_forgotten(sample, tmp_path, monkeypat
     loaders = iter([{"web": 2, "code": 1}, {"text": 3}])
     monkeypatch.setattr(
         "titan_disp.spec.build_dataloader",
-        lambda *arguments: SimpleNamespace(own=next(loaders)),
+        lambda *arguments: SimpleNamespace(slot_counts=next(loaders)),
     )
     job = job_config(sample, tmp_path)
     dims = SimpleNamespace(tp_enabled=False, get_optional_mesh=lambda name: None)
