@@ -4,19 +4,22 @@ written before the runs.
     python -m benchmarks.preregistered outputs/sweeps/rate/values.csv …
 
 ``titan-disp sweep table`` writes the files for the page's sweeps, with the metrics
-validation and, for B2, mean_cosine. Their order does not matter. Each prediction with
-finished runs is printed with its interval.
+validation and, for B2, mean_cosine. ``benchmarks.abilities`` writes the file of further
+metrics. The order of the files does not matter. Each prediction with finished runs is
+printed with its interval, and then on − off in each secondary metric, without a verdict.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pandas
+import tyro
+from tyro.conf import Positional
 
-from benchmarks.evidence_runs import interval
+from benchmarks.evidence_runs import ends, interval
 
 RATES = ("0.001", "0.004", "0.016")
 DOSES = ("off", "dose_coeff-0.03", "on", "dose_coeff-0.3", "dose_coeff--0.1")
@@ -89,41 +92,59 @@ def read_values(files: Sequence[str]) -> pandas.DataFrame:
     return rows.pivot_table("value", index="seeds", columns=["metric", "point"])
 
 
+def finished(
+    values: pandas.DataFrame, metric: str, *conditions: str
+) -> pandas.DataFrame:
+    """Return a metric by seeds and conditions, for the seeds that all conditions have."""
+    return values.reindex(columns=[(metric, name) for name in conditions]).dropna()
+
+
+def difference(
+    values: pandas.DataFrame, metric: str, condition: str, baseline: str
+) -> np.ndarray:
+    """Return the differences of a metric between two conditions, [seeds]."""
+    pairs = finished(values, metric, condition, baseline)
+    return -np.diff(pairs.to_numpy())[:, 0]
+
+
 def outcomes(values: pandas.DataFrame) -> dict[str, np.ndarray]:
     """Return the outcome of each prediction, [seeds]; empty where runs are missing."""
-
-    def of(metric: str, *conditions: str) -> pandas.DataFrame:
-        """Return a metric by seeds and conditions, where all runs have finished."""
-        columns = [(metric, condition) for condition in conditions]
-        return values.reindex(columns=columns).dropna()
-
-    def difference(condition: str, baseline: str) -> np.ndarray:
-        pairs = of("validation", condition, baseline)
-        return -np.diff(pairs.to_numpy())[:, 0]
-
+    loss = partial(difference, values, "validation")
     states = map("_lr-".join, product(("on", "off"), RATES))
-    on_then_off = of("validation", *states).to_numpy()
+    on_then_off = finished(values, "validation", *states).to_numpy()
     doublings = np.log2([float(rate) for rate in RATES])
-    losses = of("validation", *DOSES)
-    cosines = of("mean_cosine", *DOSES)
+    losses = finished(values, "validation", *DOSES)
+    cosines = finished(values, "mean_cosine", *DOSES)
     seeds = losses.index.intersection(cosines.index)
     pairs = zip(cosines.loc[seeds].values, losses.loc[seeds].values, strict=True)
-    on = difference("on", "off")
+    on = loss("on", "off")
     return {
         "A1": np.array([slope(doublings, x[:3] - x[3:]) for x in on_then_off]),
-        "A2": difference("on_lr-0.001", "off_lr-0.001"),
-        "A3": difference("off_lr-0.0015", "on_lr-0.001"),
+        "A2": loss("on_lr-0.001", "off_lr-0.001"),
+        "A3": loss("off_lr-0.0015", "on_lr-0.001"),
         "B1": on,
         "B1, no difference of 0.01 or more": on,
         "B2": np.array([slope(cosine, loss) for cosine, loss in pairs]),
     }
 
 
-def main(files: Sequence[str]) -> None:
-    for name, outcome in outcomes(read_values(files)).items():
+def secondary(values: pandas.DataFrame) -> dict[str, np.ndarray]:
+    """Return on − off in each metric but the validation loss, [seeds]."""
+    metrics = values.columns.unique("metric").drop("validation", errors="ignore")
+    return {metric: difference(values, metric, "on", "off") for metric in metrics}
+
+
+def main(files: Positional[tuple[str, ...]]) -> None:
+    """Print the outcomes of these CSV files."""
+    values = read_values(files)
+    for name, outcome in outcomes(values).items():
         if len(outcome) > 1:
             print(f"{name}: {PREDICTIONS[name].verdict(outcome)}")
+    for metric, outcome in secondary(values).items():
+        if len(outcome) > 1:
+            interval_of_mean = f"{outcome.mean():+.4f} (95% interval {ends(outcome)}"
+            print(f"{metric}: {interval_of_mean}, {len(outcome)} seeds)")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    tyro.cli(main)

@@ -5,8 +5,10 @@ Python code runs, messages are known.
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import re
 import runpy
@@ -74,6 +76,7 @@ OTHERS = {
 }
 # metrics.jsonl is no key
 FILES = {"csv", "json", "jsonl", "toml", "safetensors", "py", "npz", "png"}
+TYRO = tyro.cli  # tests replace tyro.cli
 FOLDERS = "train_configs|benchmarks|slurm|docs|examples|tests|titan_disp"
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 VARIABLES = set(re.findall(r"\$\((\w+)\)", (ROOT / "Makefile").read_text()))
@@ -111,6 +114,13 @@ def parsed_only(parse):
     return stop
 
 
+def parsed_by_tyro(target, **options):
+    """Parse the arguments of a class, or of a function without calling it."""
+    if inspect.isfunction(target):
+        target = functools.wraps(target)(lambda *args, **options: None)
+    TYRO(target, **options)
+
+
 def check_script(script, arguments):
     """Run a script until it has read its arguments."""
     text = script.read_text()
@@ -119,7 +129,7 @@ def check_script(script, arguments):
             # as Python does for a script: one imports another by its name
             patch.syspath_prepend(script.parent)
             patch.setattr("sys.argv", [script.name, *arguments])
-            patch.setattr(tyro, "cli", parsed_only(tyro.cli))
+            patch.setattr(tyro, "cli", parsed_only(parsed_by_tyro))
             patch.setattr(
                 argparse.ArgumentParser,
                 "parse_args",
