@@ -1,4 +1,4 @@
-"""The dataloader of the document streams, with the interface of TorchTitan's.
+"""The dataloader of the document streams, with the interface of TorchTitan's dataloader.
 
 It prefetches batches, and holds positions and counters.
 
@@ -53,7 +53,7 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 
 details = logging.getLogger(__name__)  # not for the console: see run.console
-# Over all ranks, these counters take the largest value, and all others the sum.
+# Over all ranks, these counters have the largest value, and all others have the sum.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 Counters = Mapping[Metric, float]
 
@@ -79,7 +79,7 @@ class StreamLoader(BaseDataLoader):
     Attributes:
         slots: the slots of this rank.
         positions: [slots of this rank, k] int64, each slot's position after the last
-            sequence that was handed out, not prefetched.
+            sequence that was handed out. Prefetched sequences are not counted.
         groups: the shares of the sources, whose epochs are counted separately. A single
             source has no name.
         slot_counts: how many of the rank's slots belong to each source, by the source's
@@ -151,10 +151,11 @@ class StreamLoader(BaseDataLoader):
         return self._running
 
     def use(self, worker: Worker) -> None:
-        """Let the next iteration read in a worker that has started before.
+        """Let the next iteration read in ``worker``, which has already started.
 
-        A tokenizer that another train spec has built is not sent to it, because it may
-        come out of pickle with other settings. The iteration then forks this process.
+        A tokenizer that another train spec has built is not sent to the worker, because
+        it may come out of pickle with other settings. The iteration then forks this
+        process.
         """
         if isinstance(self.tokenizer, AnyTokenizer):
             worker.send(self._opener())
@@ -203,7 +204,7 @@ class StreamLoader(BaseDataLoader):
             del received  # DataLoader stops its worker when its iterator is deleted
 
     def _opener(self) -> OpenStreams:
-        """Return what opens the rank's streams at positions."""
+        """Return a function that opens the rank's streams at given positions."""
         return partial(
             RankStreams,
             self.files,
@@ -214,12 +215,12 @@ class StreamLoader(BaseDataLoader):
         )
 
     def _arrivals(self) -> Iterator[Arrival]:
-        """Return an iterator over what the prefetch worker sends, or what this process
-        reads without one.
+        """Return an iterator over what the prefetch worker sends, or over what this
+        process reads if there is no worker.
         """
         positions = self.positions.numpy()
         worker = self._worker
-        self._worker = None  # it reads from one position on
+        self._worker = None  # a worker can begin only once
         if worker is not None:
             return worker.begin(positions)
         open_streams = partial(self._opener(), positions=positions)
@@ -291,8 +292,8 @@ class StreamLoader(BaseDataLoader):
         if documents >= FIRST:
             lost = counters[Metric("skipped_bytes")]
             check_skipped("bytes of text could not be used", lost, text_begun, allowed)
-        # FEW files per epoch: otherwise, one damaged file among a few would stop a run
-        # in its tenth epoch, and after every resume.
+        # Judged only from FEW damaged files per epoch on. Otherwise, one damaged file
+        # among a few would stop a run in its tenth epoch, and after every resume.
         damaged = counters[Metric("skipped_files")]
         if damaged * len(self.files) >= FEW * files_begun:
             check_skipped(
@@ -300,8 +301,9 @@ class StreamLoader(BaseDataLoader):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint (JSON) and a copy of the positions: of all slots,
-        [S, k], sharded over ``mesh``, or of this rank if there is no mesh.
+        """Return the fingerprint (JSON) and a copy of the positions. These are the
+        positions of all slots, [S, k], sharded over ``mesh``, or those of this rank's
+        slots if there is no mesh.
         """
         positions: Tensor = self.positions.clone()
         if self.mesh is not None:

@@ -80,7 +80,7 @@ class _Pass:
         self.queued = 0
         self.end: FileEnd | None = None
         self._counted = 0  # stored bytes at the last call of newly_read
-        # of all documents read, whichever slot owns them
+        # the number and bytes of all documents read, whichever slot owns them
         self._read = 0
         self._read_bytes = 0
         self._by_key = sorted(queues.values(), key=_lowest_key)
@@ -99,7 +99,7 @@ class _Pass:
 
     def wants(self, visit: int) -> bool:
         """Return whether to read the block of a visit. A block is not read if blocks are
-        dealt out and its slot wants no document of it any more.
+        dealt out and the block's owner wants none of its documents any more.
         """
         visits = self.documents.visits
         if visits is None or not visits.dealt:
@@ -148,7 +148,7 @@ class _Pass:
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
     def _stop_feeding(self, slot: int) -> None:
-        """Add no more documents to the fullest queue of the other slots, if there is one.
+        """Add no more documents to the fullest of the other slots' queues, if any.
 
         The slot of this queue is furthest behind. It will read the rest of the file in
         a pass of its own.
@@ -278,8 +278,8 @@ class Passes:
         return reading
 
     def leave(self, slot: int, epoch: int, file: int) -> None:
-        """Let a slot leave its pass over a file, if there is one: it needs no more of
-        the file in this epoch, or begins another pass.
+        """Let a slot leave its pass over a file, if there is one. The slot needs no more
+        of the file in this epoch, or begins another pass.
         """
         reading = self._open.pop((slot, epoch, file), None)
         if reading is not None:
@@ -325,10 +325,10 @@ def bytes_before(
     """Return the estimated stored bytes, by file, that a rank with these positions reads
     again at a resume, before the first new document.
 
-    These are the files of the positions' unread parts. Files that have blocks are left
-    out, because reading begins at any block. If several positions are in a file, the
-    furthest one counts. (Slots in different epochs read the file once for each epoch.
-    This is not counted.)
+    Only the files of the positions' unread parts count. Files that have blocks are left
+    out, because reading can begin at any block. If several positions are in a file, the
+    furthest one counts. (Slots in different epochs read the file once for each epoch,
+    but it is counted once.)
     """
     before: Counter[int] = Counter()
     for position in positions:

@@ -45,7 +45,7 @@ class Field(IntEnum):
     BYTES = 15  # of text, in UTF-8, of the documents used
     SKIPPED = 16  # documents skipped since the start of the run
     SKIPPED_FILES = 17  # files that ended early
-    SKIPPED_BYTES = 18  # about the bytes of both
+    SKIPPED_BYTES = 18  # about the bytes of these documents and files
 
 
 # For each part: the index of its next document in the file, and the bytes of text
@@ -89,7 +89,7 @@ class Position:
         cls, slot: int, assignment: Assignment, fraction: float
     ) -> "Position":
         """Return the approximate position of a slot that has read a fraction of an
-        epoch's text. The bytes taken are estimated; the indices of documents are not.
+        epoch's text. Only the bytes taken are estimated, not the indices of documents.
         """
         position = cls(slot, np.zeros(len(Field), dtype=np.int64), assignment)
         for part, segments in position.run().parts.items():
@@ -124,9 +124,9 @@ class Position:
         return bool(self.values[Field.DONE] >> part & 1)
 
     def choose(self) -> Part | None:
-        """Return the part furthest behind its share, or None if all are read.
+        """Return the unread part furthest behind its share, or None if all are read.
 
-        This is the part with the smallest taken / length; among equal ones the first.
+        This is the part with the smallest taken / length, or the first of equal parts.
         """
         lengths = self.run().lengths
         return min(
@@ -147,7 +147,7 @@ class Position:
         """Return what the slot still needs of a file that several slots share: the
         segment and the index of its next document in ``epoch``.
 
-        Return None if the slot needs nothing of the file in that epoch (any more).
+        Return None if the slot needs nothing of the file, or no more, in that epoch.
         """
         if self.epoch > epoch:
             return None

@@ -11,8 +11,8 @@ files say which split they belong to. For other data sets, ``titan-disp data fet
 writes a record into the mirror for each split whose chosen files are complete. The
 mirror can then be read without the hub and the README.
 
-Object stores (S3 and stores like it, and Google Cloud Storage) are read through fsspec,
-and so are files on the hub that a URL names.
+Object stores (S3, stores like S3, and Google Cloud Storage) are read through fsspec. If
+a URL names files on the hub, these are, too.
 """
 
 import json
@@ -151,7 +151,8 @@ def resolve(name: HubName, where: str) -> HubDataset:
     """
     repository, commit = commit_of(name, where)
     url = f"hf://datasets/{repository}"
-    # datasets takes an hf:// URL only since 4.8, and a local folder for the name.
+    # A name would be taken for a local folder of that name. (datasets takes an hf:// URL
+    # only since version 4.8.)
     source = url if os.path.isdir(repository) else repository
     splits = splits_in(source, name, commit, where)
     inside = f"{url}@{commit}/"
@@ -477,8 +478,8 @@ def at_commit(url: str, where: str) -> str:
 
 
 def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
-    """Return what a store says about the files of a folder, of a glob, or about a single
-    file, by their URLs. Hidden files are left out.
+    """Return what a store says about each file, by the files' URLs. ``url`` names a
+    folder, a glob or a single file. Hidden files are left out.
     """
     scheme = url.split("://")[0]
     method = "glob" if is_pattern(url) else "find"

@@ -6,9 +6,9 @@ tokens.
 A slot's sequences depend only on what the fingerprint holds and, if many documents in a
 row are bad, on ``stream.max_skipped_fraction``. After a resume, the documents at a
 slot's position are read again. Documents are read some sequences ahead and tokenized by
-threads: this takes 97 % of the time, and the tokenizers release the GIL. (gigatoken
-takes less time than waking a thread.) The prefetch worker, a process of each rank,
-works ahead of training.
+threads, because tokenizing takes 97 % of the time, and the tokenizers release the GIL.
+(gigatoken takes less time than waking a thread.) The prefetch worker, a process of each
+rank, works ahead of training.
 """
 
 import math
@@ -118,8 +118,8 @@ class RankStreams:
         self, contents: list[str | np.ndarray]
     ) -> Callable[[], list[np.ndarray]]:
         """Begin to tokenize the texts among ``contents``. Return a function that waits
-        for the end and returns each document's ids, int32, which end in EOS unless
-        stream.separator is "none".
+        until this is done and returns each document's ids (int32). The ids end in EOS
+        unless stream.separator is "none".
 
         The function raises what ``encode`` raises. With stream.fast_tokenizer, the texts
         are tokenized at once, and this method raises the error.
@@ -146,7 +146,7 @@ class RankStreams:
 
     def close(self) -> None:
         """Close the files and end the threads, without waiting for either."""
-        # The garbage collector may close this in a thread that holds a lock of
+        # The garbage collector may call this in a thread that holds a lock of
         # ``threading``, and waiting would take the same lock.
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.passes.close()
@@ -238,8 +238,8 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
-    """Return (inputs, labels), as TorchTitan's trainer takes them, of tokens [B, N + 1]
-    int64: views of the first N tokens, and of the N tokens that follow each of them.
+    """Return (inputs, labels) for TorchTitan's trainer, from tokens [B, N + 1] int64.
+    The inputs are a view of the first N tokens, and the labels of the last N tokens.
 
     The trainer passes all inputs but "input" to the model's forward as keyword
     arguments. ``segments`` [B, N + 1] int32 are those that ``Slot.fill`` writes.
@@ -284,9 +284,9 @@ class Sequences(IterableDataset):
     First it yields the ``Progress`` of reading up to the positions, then, without end,
     ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises nothing.
     If opening the streams or reading fails with a ConfigError (DataError is one), it
-    yields the complete microbatches that were read before, then the error, and ends. If
-    either fails with any other error, it drops these microbatches, yields a DataError
-    with the traceback, and ends.
+    yields the complete microbatches that were read before, then the error, and ends.
+    After any other error, it drops these microbatches, yields a DataError with the
+    traceback, and ends.
     """
 
     def __init__(
