@@ -290,7 +290,7 @@ def test_a_failed_save(start, monkeypatch):
     monkeypatch.setattr(FileSystem, "create_stream", full_disk)
     with pytest.raises(
         CheckpointError,
-        match=r"step 4 could not be saved.*No space.*The last good one is step 3\.",
+        match=r"step 4 could not be saved.*No space.*last good checkpoint is step 3\.",
     ):
         run.save(4)
     assert run.events == [("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]

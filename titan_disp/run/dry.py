@@ -28,7 +28,7 @@ def is_dry(job_config: JobConfig) -> bool:
 def simulated_ranks() -> int:
     """Return the number of ranks that a dry run simulates.
 
-    Raises ConfigError if NGPU in the environment is not such a number.
+    Raises ConfigError if NGPU in the environment is not a number of ranks.
     """
     number = os.environ.get("NGPU", "")
     if not number.isdecimal() or int(number) < 1:

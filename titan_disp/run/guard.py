@@ -8,9 +8,9 @@ a rank was asked to stop, and whether its save has failed.
 
 The host does not wait for this message. The fused optimizer takes the verdict on the
 device: its kernels change nothing if the verdict is 1. The host gets a copy, and reads
-the copy in the next step. By then, the copy has arrived, because TorchTitan waits for
-the device to sum the valid tokens of all ranks. On a single device, TorchTitan does not
-wait; the copy arrives while the next step's kernels are queued. Code that saves, logs
+the copy in the next step. By then, the copy has arrived, because TorchTitan waits until
+the device has summed the valid tokens of all ranks. On a single device, TorchTitan does
+not wait; the copy arrives while the next step's kernels are queued. Code that saves, logs
 or ends the run calls ``settle`` to read the copy at once. Optimizers that are not
 fused, or whose parameters are offloaded to the CPU, cannot take the verdict on the
 device: before they step, the host waits for the message.
@@ -43,7 +43,7 @@ ADVICE_ZERO = (
 
 
 def _end(message: str) -> None:
-    """Raise NonFiniteError. Under TorchTitan's own trainer, ``at_limit`` is this."""
+    """Raise NonFiniteError: ``at_limit`` under TorchTitan's own trainer."""
     raise NonFiniteError(message)
 
 
@@ -94,7 +94,8 @@ class GuardedOptimizers(OptimizersContainer):
         # Called after a skipped step. The argument says whether the next step has
         # computed its gradients already.
         self.on_skip: Callable[[bool], None] = lambda late: None
-        # Called instead, with the reason, if ``max_skipped_steps`` in a row are skipped.
+        # Called instead of ``on_skip``, with the reason, if ``max_skipped_steps`` steps
+        # in a row are skipped.
         self.at_limit: Callable[[str], None] = _end
         # the newest step's message, copied to the CPU, and the event of its arrival
         # (None: it has arrived)
@@ -109,10 +110,12 @@ class GuardedOptimizers(OptimizersContainer):
     @torch.no_grad()
     def _message(self) -> Tensor:
         """Return this rank's message: [4 + number of flags] float32 on the device, each
-        0 or 1. The first is 1 if a gradient is not 0; the next three if the gradient
-        norm, the cross-entropy or the dispersion is not finite; the rest are the flags.
+        0 or 1. The first number is 1 if a gradient is not 0. The second, third and
+        fourth are 1 if, in this order, the gradient norm, the cross-entropy and the
+        dispersion are not finite. The rest are the flags.
 
-        ``settle`` reads the maximum over the ranks. This does not wait for the device.
+        ``settle`` reads the maximum over the ranks. This method does not wait for the
+        device.
         """
         gradients = []
         for parameter in self._parameters:
@@ -208,9 +211,10 @@ class GuardedOptimizers(OptimizersContainer):
         if not self.flags and not self._warned:
             self._warned = True
             logger.warning(
-                "this is TorchTitan's own trainer, which does not stop all ranks on a "
+                "this is TorchTitan's own trainer. It does not stop all ranks on a "
                 "signal, ignores budget.stop_at_tokens, does not fall back from damaged "
-                "checkpoints and counts unfinished ones: use titan_disp.train for these"
+                "checkpoints, and counts unfinished checkpoints. titan_disp.train has "
+                "none of these limits"
             )
         self.settle(late=True)
         message = self._message()

@@ -358,9 +358,9 @@ def clean_up(folder: Path) -> None:
 
 
 def can_be_finished(path: Path) -> bool:
-    """Return whether the save of a folder step-N was killed between its last two actions:
-    to write hashes.json, and to rename ``.metadata.tmp`` to ``.metadata``. Raises
-    OSError if the file system fails.
+    """Return whether the save of a folder step-N was killed between its last two actions,
+    which are to write hashes.json and to rename ``.metadata.tmp`` to ``.metadata``.
+    Raises OSError if the file system fails.
     """
     with suppress(FileNotFoundError, IsADirectoryError, ValueError):
         hashes = read_hashes(path) or {}
@@ -389,7 +389,7 @@ def is_unfinished(path: Path) -> bool:
     titan-disp that did not end.
 
     Any other folder without ``.metadata`` may be a checkpoint whose ``.metadata`` was
-    moved away, or a save of TorchTitan's own trainer: only the user can tell.
+    moved away, or a save of TorchTitan's own trainer. Only the user can tell.
     """
     names = set(os.listdir(path))
     if _UNNAMED in names and not can_be_finished(path):

@@ -129,8 +129,8 @@ class Heartbeat:
             if stepped
             else self.comm.init_timeout_seconds
         )
-        # Twice, because another rank may run into its time-out before the time of this
-        # rank begins.
+        # Twice the time-out, because another rank may run into its time-out before the
+        # time-out of this rank begins.
         return 2 * max(timeout, self.slowest) + self.guard.silence_seconds
 
     def step(self, step: int) -> None:
@@ -306,9 +306,9 @@ class Clock:
     """Count the seconds since the allocation began, by activity, for ``spent`` in
     metrics.jsonl and events.jsonl.
 
-    The first step, most of which is compilation, counts as start-up, and so does the
-    time before it outside of ``during``. After the first step, such time is not
-    counted. Setting the machine's clock has no effect.
+    The first step, most of which is compilation, counts as start-up. Time outside of
+    ``during`` counts as start-up before the first step, and is not counted after it.
+    Setting the machine's clock has no effect.
     """
 
     def __init__(self, began: float) -> None:
