@@ -25,8 +25,9 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Which positions hold tokens, and their segments (documents), if only pairs within
-    segments count. The tuples have one tensor per rank of the group, in rank order.
+    """Which positions hold tokens, and in which segments (documents) the tokens are, if
+    only pairs within segments count. The tuples have one tensor per rank of the group,
+    in rank order.
     """
 
     shards: tuple[Tensor, ...]  # True at tokens, bool [B, n]
@@ -196,7 +197,7 @@ def held_positions(
     """Return which positions of whole sequences this rank holds, bool [..., B, m], and
     their index among its n positions, int [..., B, m].
 
-    If another rank holds a position, its index is a valid index of any token.
+    If another rank holds a position, the index is valid but arbitrary.
     """
     rank = rank_in(group)
     index = (positions - rank * n).clamp(0, n - 1)

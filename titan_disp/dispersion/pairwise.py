@@ -112,8 +112,8 @@ def _epilogue(
     cosines = (products * s_rows).mul_(s_cols)
     w, r = pair(cosines)
     # Eager code writes q and w into tiles that are no longer needed. (Compiled code
-    # stores no temporaries.) The memory of w and r is not reused: a pair function may
-    # return the same tensor as both, or store it.
+    # stores no temporaries.) The memory of w and r is not reused, because a pair function
+    # may return the same tensor as w and as r, or store a tensor that it returns.
     eager = not torch.compiler.is_compiling()
     memory_q = products if eager else None
     memory_w = cosines if eager else None
@@ -209,7 +209,7 @@ class Shard:
 
     def _may_pair(self, rows: Block, cols: slice) -> bool:
         """Return whether the rows and these columns of this shard may have a segment in
-        common. They have none if either is only padding.
+        common. They have none if the rows or the columns are only padding.
         """
         of_rows = rows.shard.segments[rows.where.start]
         of_cols = self.segments[cols.start]
@@ -263,8 +263,8 @@ def span_pairs(
     if len(span) == 1:
         sums, q = tile_pairs(rows, cols, pair)
         return _multiplicity(rows, cols) * sums, q
-    # As wide as the whole shard, so that the strides are the same for every span:
-    # kernels are compiled for strides.
+    # As wide as the whole shard, so that the strides are the same for every span. (A
+    # kernel is compiled for each set of strides.)
     q = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
     s = rows.scale.new_zeros(len(rows.x))
     for where in span:
@@ -342,8 +342,8 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
 
 
 def add_pairs_with(shard: Shard, other: Shard, w: Tensor, pair: PairFunction) -> Tensor:
-    """Return S [B] over the pairs of this shard's tokens with the other shard's tokens,
-    and add their contribution to W to ``w`` [B, n, F].
+    """Return S [B] over the pairs of this shard's tokens with the other shard's tokens.
+    To ``w`` [B, n, F], add what these pairs contribute to W.
     """
     s = w.new_zeros(len(w))
     for i in shard.blocks:

@@ -69,7 +69,7 @@ class Variant(ABC):
     name: ClassVar[str]  # in ``VARIANTS``
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # the supported ones
     bf16_products: ClassVar[bool] = True  # whether AMP may round the tokens to bf16
-    linear_in_tokens: ClassVar[bool] = False  # whether the exact form's time is
+    linear_in_tokens: ClassVar[bool] = False  # whether the time of ``exact`` is linear
     of_pairs: ClassVar[bool] = False  # whether it can take only pairs within segments
 
     @abstractmethod
@@ -114,7 +114,7 @@ class CosineVariant(Variant):
         return self.pair
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except ``_pair``: local functions cannot be pickled."""
+        """Return all attributes but ``_pair``, as local functions cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_pair"}
 
     def units(self, z: Tensor) -> Units:
