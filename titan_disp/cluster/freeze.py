@@ -28,8 +28,8 @@ SCRIPTS = Path(__file__).with_name("slurm").resolve()
 def code_hash() -> str:
     """Return a hash of the source code of titan_disp."""
     digest = hashlib.sha256()
-    # The scripts are left out: in a checkout, they are behind a link that rglob does not
-    # follow, but in an installed package, they are files.
+    # The scripts are left out, because only an installed package has them as files. In a
+    # checkout, they are behind a link that rglob does not follow.
     for file in sorted(
         f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts
     ):
@@ -143,8 +143,8 @@ def installed() -> dict[str, Any]:
 
 def installation_changes(config: str | Path) -> list[str]:
     """Return what was installed since the launch folder of a config was written: a text
-    for each changed package, and one if the code changed. Return [] if the config is in
-    no launch folder.
+    for each changed package, and a text if the code changed. Return [] if the config is
+    in no launch folder.
     """
     file = Path(config).with_name("launch.json")
     if not file.is_file():
