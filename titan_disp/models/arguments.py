@@ -105,9 +105,9 @@ class DispModelArgs(BaseModelArgs):
         """Return the number of parameters (a tied embedding counts once) and the FLOPs
         per token, forward and backward.
 
-        TorchTitan 0.2.2 subtracts a tied embedding from both, although the output layer
-        multiplies by its weight. The FLOPs of dispersion are not counted: MFU compares
-        those of the model.
+        TorchTitan 0.2.2 subtracts a tied embedding from both numbers, although the
+        output layer multiplies by its weight. The FLOPs of dispersion are not counted,
+        because MFU compares the FLOPs of the model.
         """
         # ``parameters()`` yields a shared parameter once.
         total = sum(p.numel() for p in model.parameters())
@@ -189,7 +189,7 @@ def architecture_of(args: Any) -> dict[str, Any]:
     """Return the fields that define the network, as values for JSON: all of type bool,
     int, float and str except max_seq_len and attn_type.
 
-    TorchTitan's ``_enforced`` is left out: it is a note to programmers.
+    TorchTitan's ``_enforced`` is left out, because it is a note to programmers.
     """
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
     return {

@@ -1,9 +1,9 @@
 """``gpt2_disp`` is GPT-2: arguments and flavors, the model, its tensor-parallel plan, and
 the conversion of Hugging Face's weights.
 
-Queries, keys and values have separate matrices: tensor parallelism would give one rank
-the queries and another rank the values of a fused matrix. There is no dropout, as is
-usual in pre-training today.
+Queries, keys and values have separate matrices, because tensor parallelism would give
+one rank the queries and another rank the values of a fused matrix. There is no dropout,
+as is usual in pre-training today.
 """
 
 import dataclasses
@@ -215,8 +215,8 @@ class GPT2DispModel(DispModel):
         return block(h, attention_masks)
 
 
-# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm, of which
-# its policy saves every second output; of addmm, it saves all outputs.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm. Its policy
+# saves every second output of aten.mm, but all outputs of aten.addmm.
 SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 

@@ -52,8 +52,8 @@ class ChunkedHead(nn.Linear):
 
 
 class _HeadParallel(ColwiseParallel):
-    """Gathers the sequence, and shards the rows of the weight. Only eval has logits, to
-    which the output layout applies.
+    """Gathers the sequence, and shards the rows of the weight. The output layout applies
+    to logits, which exist only in eval.
     """
 
     @staticmethod
@@ -127,7 +127,7 @@ def loss_and_gradient(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each token in float32 [C], 0 if the token does not
-    count, and its gradient with respect to the logits [C, V/tp].
+    count, and the cross-entropy's gradient with respect to the logits [C, V/tp].
 
     The logits are h @ weightᵀ. ``weight`` has this rank's rows, which begin with row
     ``first`` of the vocabulary.

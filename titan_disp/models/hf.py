@@ -24,9 +24,10 @@ class HfAdapter(StateDictAdapter):
     """TorchTitan's adapter, whose plan of output files always fits the model.
 
     TorchTitan reads the plan from ``model.safetensors.index.json`` in the assets folder.
-    An index on the hub may list an ``lm_head.weight`` that a tied model does not save:
-    TorchTitan 0.2.2 would write it without values, and no reader could open the file. If
-    a weight is missing from the index, the save at the end of training would fail.
+    An index on the hub may list an ``lm_head.weight`` that a tied model does not save.
+    TorchTitan 0.2.2 would write this weight without values, and no reader could open the
+    file. If a weight is missing from the index, the save at the end of training would
+    fail.
     """
 
     model_cls: type[DispModel]
