@@ -72,10 +72,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
 # C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
-# RUN/job.json: the job and its number of restarts when it was written; failures in a
-# row without a new checkpoint; the step of the newest checkpoint; how often checkpoints
-# of repeated steps have ended such a row; the last failure; the nodes that the job has
-# excluded by itself
+# RUN/job.json: the job and its number of restarts when the file was written; failures in
+# a row without a new checkpoint; the step of the newest checkpoint; how often such a row
+# was ended by a checkpoint of steps that were repeated; the last failure; the nodes that
+# the job has excluded by itself
 JOB = {
     "job": "",
     "restart": 0,
@@ -211,7 +211,9 @@ def of_ranks(run, start, name):
 
 
 def first_error(run, start):
-    """Return the message of the rank that failed first and its file, or ""."""
+    """Return the message of the rank that failed first, and the path of the message's
+    file, as one text, or "".
+    """
     errors = []
     for _, _, path in of_ranks(run, start, "error.json"):
         # A node that died may have left an unfinished file, which must not hide the
@@ -233,7 +235,7 @@ def stacks(run, start):
     for node, rank, path in of_ranks(run, start, "stderr.log"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - (1 << 16)))
-            # how a dump of Python's faulthandler begins
+            # A dump of Python's faulthandler begins with "Timeout (".
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")
             # The dump has the newest thread first and the main thread last.
             frame = re.search(
@@ -353,8 +355,8 @@ class Supervisor:
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         # The name of this job in SLURM's commands. One task of an array has the same
-        # number as the array, which would mean all tasks. (A job that a task has
-        # submitted inherits these variables, but is not a task.)
+        # number as the whole array, and this number would mean all tasks. (A job that a
+        # task has submitted inherits these variables, but is not a task.)
         self.address = self.job
         if of_array:
             task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
@@ -550,8 +552,8 @@ class Supervisor:
         return names + self.heard
 
     def hostnames(self, names):
-        """Return the names in a list of nodes in SLURM's form, such as gpu[01-80]. Raises
-        Failure if scontrol fails.
+        """Return the names of the nodes that SLURM writes in a short form, such as
+        gpu[01-80]. Raises Failure if scontrol fails.
         """
         status, text = self.insist("scontrol", "show", "hostnames", names)
         if status:
@@ -575,11 +577,11 @@ class Supervisor:
         )
 
     def begin_step(self, command, nodes=None, kill=True, **options):
-        """Begin a command with srun on these nodes, or on all: one task on each node, with
-        all of its memory and cores.
+        """Begin a command with srun on these nodes, or on all nodes. There is one task on
+        each node, with all memory and cores of the node.
         """
-        # --cpus-per-task would be one number for all nodes: too large for some, and too
-        # small for all cores of others.
+        # --cpus-per-task would be one number for all nodes. It would be too large for
+        # some nodes, and too small to use all cores of others.
         chosen = []
         if nodes not in (None, self.hosts):
             chosen = [
@@ -889,8 +891,8 @@ class Supervisor:
         return False
 
     def ask_to_stop(self):
-        """Write the stop file atomically: an empty file, as a full disk leaves it, would
-        look like a user's request, and no later start would train.
+        """Write the stop file atomically. (An empty file, as a full disk leaves it, would
+        look like a user's request, and no later start would train.)
         """
         if self.held() or self.owner():  # a user's file asks for the same
             return
@@ -904,11 +906,10 @@ class Supervisor:
 
     def endpoint(self):
         """Return HOST:PORT on the first node that trains, where the ranks of this start
-        meet. Whether the port is free is tried on this script's node, which is usually
-        the same node.
+        meet. The port is free on this script's node, which is usually the same node.
         """
-        # Two jobs on one node must not use the same port, such as tasks of an array,
-        # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
+        # Two jobs on one node must not use the same port. Tasks of an array have
+        # neighbouring numbers. Linux's ephemeral ports begin at 32768.
         number = int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)
         first = int(self.port or 20000 + number % 10000)
         tries = 1 if self.port else 100
@@ -954,7 +955,7 @@ class Supervisor:
                 names = " and ".join(self.signalled())
                 say(f"{names} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
-                # 0 seconds are left beyond the limit, if SLURM permits that
+                # If SLURM lets a job run beyond its time limit, 0 seconds are left.
                 remaining = self.time_left(self.lead) or self.lead
                 # the last seconds, in which the step is killed and the job requeued
                 last = min(45.0, self.lead / 2, remaining / 2)
@@ -1321,7 +1322,7 @@ class Supervisor:
 
 def watch(script, supervisor):
     """Requeue the job if the batch script is killed. Otherwise SLURM would end the job
-    for good. (It ends this program within moments.)
+    for good. (SLURM ends this program within moments.)
     """
     while os.getppid() == script:
         time.sleep(0.1)
