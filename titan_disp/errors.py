@@ -214,7 +214,7 @@ def did_you_mean(
     """Return " (did you mean …?)" for the end of a message, or ``otherwise``.
 
     Args:
-        name: what the user wrote. No name is similar to it unless it is a string.
+        name: what the user wrote. If it is not a string, no name is similar to it.
         candidates: the names that exist.
         otherwise: the result if no name is similar.
         prefix: text before every name shown, such as the section before a key.

@@ -180,8 +180,8 @@ def in_backward(
 class _Microbatch:
     """The inputs of the losses in one forward pass, except the activations.
 
-    Hooks on the activations hold this object. If it also held the activations, the
-    reference cycle would keep both in memory.
+    Hooks on the activations hold this object. If this object also held the activations,
+    the reference cycle would keep the object and the activations in memory.
     """
 
     ce: Tensor  # detached; summed over this rank's valid tokens

@@ -1,5 +1,5 @@
-"""This module repeats attempts that failed for a reason that may pass, of a file system
-or of the hub. The pauses between the attempts grow.
+"""This module repeats attempts that failed because of a file system or the hub, if the
+reason may pass. The pauses between the attempts grow.
 """
 
 import errno
@@ -111,8 +111,8 @@ REFUSALS = (
 
 
 def may_recover(error: Exception) -> bool:
-    """Return whether the same request may succeed later. It does not if the server
-    refuses access or has no such object.
+    """Return whether the same request may succeed later. It cannot if the server refuses
+    access or has no such object.
     """
     if (response := response_of(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500

@@ -2,8 +2,8 @@
 them.
 
 DCP unpickles ``.metadata``, and every entry that is not a tensor, without restriction.
-Such a pickle can run any command as the user who reads it. Here, both may only contain
-what checkpoints need. All of titan_disp reads checkpoints through this module.
+Such a pickle can run any command as the user who reads it. Here, all pickles may only
+contain what checkpoints need. All of titan_disp reads checkpoints through this module.
 """
 
 import collections

@@ -134,9 +134,9 @@ class _Shared:
 
     # The loss adds to the ledger, and the metrics reset it.
     ledger: LossLedger = field(default_factory=LossLedger)
-    # From the config, of which the optimizers' builder gets only [optimizer]
+    # From the config, because the optimizers' builder gets only the section [optimizer]
     max_skipped_steps: int = 10
-    # The config if the baseline is active_forgetting, for the same reason
+    # The whole config, for the same reason, if the baseline is active_forgetting
     forgetting: JobConfig | None = None
     # The metrics read the counters of the loader.
     loader: StreamLoader | None = None

@@ -83,8 +83,8 @@ from titan_disp.run.storage import patiently
 # The options of parameter groups that the config decides, not the checkpoint. (Whether
 # Adam is fused belongs to its state.)
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
-# Sections of the config that do not affect training: their changes are only in the event
-# ``resume``, not in the log.
+# Sections of the config that do not affect training. The event ``resume`` has their
+# changes, but the log does not.
 SILENT = ("job.", "metrics.", "profiling.", "comm.")
 BUDGET = "budget.stop_at_tokens"
 
@@ -310,7 +310,7 @@ class DispTrainer(Start, Trainer):
 
     def _check_parameter_groups(self) -> None:
         """Raise RefusedError if the loaded schedule has another number of parameter
-        groups than this run. A checkpoint without an identity may have.
+        groups than this run. This is possible if the checkpoint has no identity.
         """
         for scheduler in self.lr_schedulers:
             saved = len(scheduler.base_lrs)
@@ -480,8 +480,8 @@ class DispTrainer(Start, Trainer):
         )
         logger.warning(
             f"step {self.step}: the run goes back to the weights of step {restored}, "
-            f"and does not train on the {counted(sequences, 'sequence')} since then "
-            f"again. {self._limit}"
+            f"and does not train again on the {counted(sequences, 'sequence')} since "
+            f"then. {self._limit}"
         )
         self.event(
             "step_back",
@@ -542,7 +542,7 @@ class DispTrainer(Start, Trainer):
 
     def _reduce_partial_gradients(self) -> None:
         """Sum the gradients of the norms over the TP ranks. Without FSDP, no backward
-        pass does this, and clipping and the optimizer would each do it again.
+        pass sums them, and clipping and the optimizer would each repeat the sum.
         """
         for weight in self.model_parts[0].parameters():
             gradient = weight.grad
