@@ -72,10 +72,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
 # C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
-# RUN/job.json: the job and its number of restarts when the file was written; failures in
-# a row without a new checkpoint; the step of the newest checkpoint; how often such a row
-# was ended by a checkpoint of steps that were repeated; the last failure; the nodes that
-# the job has excluded by itself
+# RUN/job.json: the job and its number of restarts when the file was written; failures
+# in a row without a new checkpoint; the step of the newest checkpoint; how often such a
+# row was ended by a checkpoint of steps that were repeated; the last failure; the nodes
+# that the job has excluded by itself
 JOB = {
     "job": "",
     "restart": 0,
@@ -87,8 +87,8 @@ JOB = {
 }
 
 
-# The next state and the reason for it; the exit status if it is END or GIVE_UP; the
-# seconds to wait if it is REQUEUE.
+# The next state and the reason for it; the exit status if this state is END or GIVE_UP;
+# the seconds to wait if this state is REQUEUE.
 Outcome = collections.namedtuple("Outcome", "state reason status pause")
 Outcome.__new__.__defaults__ = ("", 0, 0)
 
@@ -253,7 +253,8 @@ def gpus_asked(environment):
     if this is unknown.
     """
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
-    # Without these two, the ranks run on CPUs, or the number of GPUs is unknown.
+    # Without these two variables, the ranks run on CPUs, or the number of GPUs is
+    # unknown.
     if any(name in environment for name in names):
         names.insert(0, "TITAN_DISP_NPROC")
     for name in names:
@@ -343,8 +344,8 @@ def kill_group(process):
 class Supervisor:
     """One job until it ends or is requeued.
 
-    ``argv``: CONFIG and overrides; ``signals``, ``pointer``: files, see above; ``here``:
-    the folder of the scripts.
+    ``argv``: CONFIG and overrides. ``signals``, ``pointer``: the paths of the files
+    SIGNALS and POINTER (see above). ``here``: the folder of the scripts.
     """
 
     def __init__(self, argv, signals, pointer, environment, of_array=False, here=HERE):
@@ -475,8 +476,9 @@ class Supervisor:
     # ---- the cluster's commands
 
     def call(self, *command, loud=False):
-        """Run a quick command, and return its status and stdout. The status is 127 if it
-        cannot run or takes a minute; the stdout is "" unless the status is 0.
+        """Run a quick command, and return its status and stdout. The status is 127 if
+        the command cannot run or takes a minute. The stdout is "" unless the status is
+        0.
         """
         try:
             done = subprocess.run(
@@ -494,7 +496,7 @@ class Supervisor:
 
     def insist(self, *command, tries=6):
         """Run a quick command until its status is 0, because slurmctld may be busy or
-        failing over; return what ``call`` returns.
+        failing over. Return what ``call`` returns.
         """
         for pause in ((0,) + self.requeue_pauses)[:tries]:
             time.sleep(pause)
@@ -577,8 +579,8 @@ class Supervisor:
         )
 
     def begin_step(self, command, nodes=None, kill=True, **options):
-        """Begin a command with srun on these nodes, or on all nodes. There is one task on
-        each node, with all memory and cores of the node.
+        """Begin a command with srun on these nodes, or on all nodes. There is one task
+        on each node, with all memory and cores of the node.
         """
         # --cpus-per-task would be one number for all nodes. It would be too large for
         # some nodes, and too small to use all cores of others.
@@ -891,8 +893,8 @@ class Supervisor:
         return False
 
     def ask_to_stop(self):
-        """Write the stop file atomically. (An empty file, as a full disk leaves it, would
-        look like a user's request, and no later start would train.)
+        """Write the stop file atomically. (An empty file, as a full disk leaves it,
+        would look like a user's request, and no later start would train.)
         """
         if self.held() or self.owner():  # a user's file asks for the same
             return
@@ -946,8 +948,8 @@ class Supervisor:
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
     def _watch(self, process):
-        """Wait for the end of training. After a signal, ask the ranks to stop; end the
-        step if the run is silent, or still saves when the time limit is near.
+        """Wait for the end of training. After a signal, ask the ranks to stop. End the
+        step if the run is silent, or if it still saves when the time limit is near.
         """
         deadline = None
         while process.poll() is None:
@@ -982,7 +984,8 @@ class Supervisor:
             if beat:  # a rank that fails deletes it
                 self.waits_for = str(beat.pop("waits_for", ""))
             if beat != self.beat:
-                # The time of the file is not used: it is from the file server's clock.
+                # The file's own time is not used, because the file server's clock set
+                # it.
                 self.beat_time = time.monotonic()
                 self.beat = beat
             time.sleep(self.pause)

@@ -3,9 +3,9 @@ change.
 
 Every start of training runs them, and so do plan, preflight, submit, sweeps and the
 node check. They build no model and need no GPU. ``check_inputs`` also opens the data,
-the tokenizer and the checkpoint that the config names. Each check raises ConfigError for
-the first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` runs
-one real step, and ``cluster.job_check`` runs these checks for a SLURM job.
+the tokenizer and the checkpoint that the config names. Each check raises ConfigError
+for the first problem that it finds. Other checks are elsewhere: ``cluster.preflight``
+runs one real step, and ``cluster.job_check`` runs these checks for a SLURM job.
 """
 
 import copy

@@ -166,7 +166,7 @@ def progress(
 ) -> tqdm:
     """Return a progress bar on stderr, which only a terminal shows.
 
-    It disappears when it is closed.
+    The bar disappears when it is closed.
 
     A bar with ``items`` is iterated over, and counts and closes by itself. Without
     ``items``, call ``update`` and ``close``, or use the bar as a context manager. Bytes

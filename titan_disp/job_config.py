@@ -66,8 +66,8 @@ class Dispersion:
     """
 
     final_norm: bool = key(False, "authors")
-    """Whether to take the last block's activations after the final norm. The mid-training
-    of the authors' released code does so, because it takes Hugging Face's
+    """Whether to take the last block's activations after the final norm. The
+    mid-training of the authors' released code does so, because it takes Hugging Face's
     hidden_states[1:], whose last entry is after the norm. The authors' pre-training
     takes the blocks' outputs before the norm, as false does.
     """
@@ -196,7 +196,7 @@ class Source:
 
     weight: float
     """The source's share of the training tokens, relative to the weights of the other
-    sources; > 0.
+    sources. It must be > 0.
     """
 
     path: str | None = None
@@ -236,7 +236,7 @@ class Stream:
         fixes="model",
     )
     """Whether attention stays within a document. A sequence holds several documents,
-    one after another; by default, as in the paper, a token also attends to the
+    one after another. By default, as in the paper, a token also attends to the
     documents before its own. docs/training.md says more.
     """
 
@@ -285,8 +285,8 @@ class Stream:
 
     fast_tokenizer: bool = key(False)
     """Whether to tokenize with gigatoken (pip install gigatoken) in place of
-    the tokenizer's own library. gigatoken is many times as fast and gives the same ids:
-    the ids are compared at the start and for one document in a thousand, and the run
+    the tokenizer's own library. gigatoken is many times as fast and gives the same ids.
+    The ids are compared at the start and for one document in a thousand, and the run
     stops if they differ.
     """
 
@@ -296,19 +296,19 @@ class Stream:
     """
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
-    """Largest fraction of the data that may be skipped, counted over all ranks. After the
-    first 1000 documents, the run stops at the next logged step if it has skipped more
-    than this fraction of the documents or of the bytes of text. It also stops there if
-    more than this fraction of the files, and at least 10 files per epoch, ended early.
-    After 1000 bad documents in a row, the rest of a file is skipped, and the file counts
-    as one that ended early. The rest is not skipped if the file is itself more than this
-    fraction of the data (or of its source).
+    """Largest fraction of the data that may be skipped, counted over all ranks. After
+    the first 1000 documents, the run stops at the next logged step if it has skipped
+    more than this fraction of the documents or of the bytes of text. It also stops
+    there if more than this fraction of the files, and at least 10 files per epoch,
+    ended early. After 1000 bad documents in a row, the rest of a file is skipped, and
+    the file counts as one that ended early. The rest is not skipped if the file is
+    itself more than this fraction of the data (or of its source).
     """
 
     left_out: list[str] = key(list)
-    """Names of files that are not read, as the log and the messages write the names. With
-    this key, a run can go on after a file was removed or has turned out to be bad. The
-    run keeps its positions in all other files.
+    """Names of files that are not read, as the log and the messages write the names.
+    With this key, a run can go on after a file was removed or has turned out to be bad.
+    The run keeps its positions in all other files.
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")

@@ -164,10 +164,10 @@ def in_backward(
 ) -> bool:
     """Return whether to compute the gradients of losses in a trainer's backward pass.
 
-    This saves memory, and is done if the layers ``zs`` are so large that each is computed
-    alone anyway, and sequences are not sharded. If they are sharded, forward is faster,
-    because it gathers the next layer while it computes one, and a rank saves only its
-    own shard's gradient. Sampled losses save only a few rows.
+    Doing so saves memory. The result is true if the layers ``zs`` are so large that
+    each is computed alone anyway, and sequences are not sharded. If sequences are
+    sharded, forward is faster, because it gathers the next layer while it computes one,
+    and a rank saves only its own shard's gradient. Sampled losses save only a few rows.
     """
     return (
         not sharded
@@ -230,8 +230,8 @@ class DispersionObjective:
     ignore_index: int = -100
     _late: Tensor | None = field(default=None, init=False)
     # The microbatches whose backward passes have not reached all activations. The
-    # references are weak: after an error, a pass that never runs disappears with its
-    # graph. Only ``_last`` keeps the last microbatch.
+    # references are weak, so that after an error, a pass that never runs disappears
+    # with its graph. Only ``_last`` keeps the last microbatch.
     _awaited: WeakSet[_Microbatch] = field(default_factory=WeakSet, init=False)
     _last: _Microbatch | None = field(default=None, init=False)
 

@@ -111,8 +111,8 @@ REFUSALS = (
 
 
 def may_recover(error: Exception) -> bool:
-    """Return whether the same request may succeed later. It cannot if the server refuses
-    access or has no such object.
+    """Return whether the same request may succeed later. It cannot if the server
+    refuses access or has no such object.
     """
     if (response := response_of(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500

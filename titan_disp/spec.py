@@ -1,4 +1,4 @@
-"""The TrainSpec of each model: it tells TorchTitan which parts to use."""
+"""The TrainSpec of each model, which tells TorchTitan which parts to use."""
 
 from dataclasses import dataclass, field
 from typing import Any

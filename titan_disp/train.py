@@ -149,8 +149,8 @@ class DispTrainer(Start, Trainer):
         self.last_step = last_step(
             job_config, data_parallel_degree(job_config, world_size)
         )
-        # TorchTitan's checkpoint manager is not part of the spec: it is disabled here,
-        # and ours is built afterwards.
+        # TorchTitan's checkpoint manager is not part of the spec. It is therefore
+        # disabled here, and ours is built afterwards.
         enable = job_config.checkpoint.enable
         job_config.checkpoint.enable = False
         try:

@@ -98,8 +98,8 @@ def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the slow pairs whose nodes are fast with their other neighbours. The reason
-    may be a bad cable.
+    """Return the slow pairs whose nodes are fast with their other neighbours. The
+    reason may be a bad cable.
     """
     limit = SLOW * usual_bandwidth(pairs)
     slow = slow_nodes(pairs)
@@ -114,9 +114,9 @@ def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the seconds by which each node's clock is ahead of the median of all
     nodes.
 
-    ``readings`` has, for each node, the times that its clock showed right after the same
-    three or more barriers. The median of the differences counts, because a rank may be
-    late once.
+    ``readings`` has, for each node, the times that its clock showed right after the
+    same three or more barriers. The median of the differences counts, because a rank
+    may be late once.
     """
     medians = [
         statistics.median_low(column) for column in zip(*readings.values(), strict=True)

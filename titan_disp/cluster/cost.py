@@ -128,8 +128,9 @@ def saved_gradients(
 
 
 def _lower(itemsize: int) -> int:
-    """Return the bytes per element of a copy in the precision of products, which is held
-    beside a float32 copy. Return 0 if products are in float32, so that one copy serves.
+    """Return the bytes per element of a copy in the precision of products, which is
+    held beside a float32 copy. Return 0 if products are in float32, so that one copy
+    serves.
     """
     if itemsize < 4:
         return itemsize
@@ -234,7 +235,7 @@ def estimate(
     before = shard * accumulating
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
-        # in the cross-entropy; with a chunked head, in its forward
+        # in the cross-entropy, or in the head's forward if the head is chunked
         (before, saved + head, spread_in_loss, logits),
         # in the loss of dispersion
         (before, saved + head, dispersed, computed + together),
@@ -244,8 +245,8 @@ def estimate(
         (before, saved + working, spread, tied),
         # when backward comes to the first block
         (shard, saved / args.n_layers + working, spread / args.n_layers, tied),
-        # When the gradients of output and embedding are added up: both and their sum,
-        # except for the one that ``shard`` or ``unsharded`` counts.
+        # when the gradients of output and embedding are added up: the two gradients and
+        # their sum, except for the gradient that ``shard`` or ``unsharded`` counts
         (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
     ]
     # Adam has two moments of the size of the weights.
@@ -257,8 +258,8 @@ def estimate(
 
 
 def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
-    """Return the size of a full checkpoint, in bytes. A tied matrix counts once for each
-    of its keys, and its moments count once.
+    """Return the size of a full checkpoint, in bytes. A tied matrix counts once for
+    each of its keys, and its moments count once.
     """
     names = sum(w.numel() for _, w in model.named_parameters(remove_duplicate=False))
     moments = 2 * sum(w.numel() for w in model.parameters())
@@ -273,8 +274,8 @@ ADAMW_OPTIONS = 12  # options of AdamW that DCP saves per parameter, one entry e
 
 
 def checkpoint_parts(model: DispModel, shards: int) -> int:
-    """Return how many entries a checkpoint has. A tensor has one entry per shard that is
-    not empty.
+    """Return how many entries a checkpoint has. A tensor has one entry per shard that
+    is not empty.
     """
 
     def parts(weights: Iterable[torch.Tensor]) -> int:
@@ -433,8 +434,9 @@ GPUS = {
 
 
 def gpu_name(asked: str) -> str:
-    """Return ``asked``. If it is empty, return the name of this computer's GPU, or "H100"
-    if there is no GPU. The name is that of ``GPUS`` if the table has this device.
+    """Return ``asked``. If it is empty, return the name of this computer's GPU, or
+    "H100" if there is no GPU. The name is that of ``GPUS`` if the table has this
+    device.
     """
     if asked or not torch.cuda.is_available():
         return asked or "H100"
@@ -510,7 +512,7 @@ class Sent:
 class Traffic:
     """Describe the communication of one GPU in one step."""
 
-    # Nothing can hide these. A GPU has nothing to compute during tensor parallelism's
+    # Nothing can hide these bytes. A GPU has nothing to compute in tensor parallelism's
     # collectives. A microbatch begins by gathering the embedding and ends by reducing
     # its gradients. The FSDP group of a tied embedding also has the final norm and the
     # output.
@@ -539,8 +541,9 @@ class Traffic:
                 for s in sent
             )
 
-        # This is a lower bound: it assumes that all computing hides communication that
-        # can overlap with it. Backward is two thirds of a microbatch's computing.
+        # This is a lower bound, because it assumes that all computing hides the
+        # communication that can overlap. Backward is two thirds of a microbatch's
+        # computing.
         last_backward = 2 / 3 * computing / self.microbatches
         return (
             seconds(self.at_the_ends)

@@ -18,7 +18,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, one_line_at_the_end
 from titan_disp.run.folder import versions, writing
 
-# Marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
+# Begins the line that has the launch folder as JSON (slurm/supervise.py reads it)
 LAUNCH = "titan-disp-launch: "
 PACKAGE = Path(__file__).parents[1]
 # in a checkout, this is a link to its folder slurm
@@ -28,8 +28,8 @@ SCRIPTS = Path(__file__).with_name("slurm").resolve()
 def code_hash() -> str:
     """Return a hash of the source code of titan_disp."""
     digest = hashlib.sha256()
-    # The scripts are left out, because only an installed package has them as files. In a
-    # checkout, they are behind a link that rglob does not follow.
+    # The scripts are left out, because only an installed package has them as files. In
+    # a checkout, they are behind a link that rglob does not follow.
     for file in sorted(
         f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts
     ):
@@ -47,7 +47,7 @@ def freeze(
     """Write the launch folder ``name`` of a run, and return it.
 
     ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: the options
-    of sbatch, if known. ``site``: the file with the site's settings; without one,
+    of sbatch, if known. ``site``: the file with the site's settings. If it is None,
     slurm/supervise.py copies the file that it was started with. Only the owner may read
     or change the launch folder, whatever the umask. Raises ConfigError if the run folder
     is not writable, or if a requeue of the job would be refused.

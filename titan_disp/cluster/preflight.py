@@ -1,9 +1,9 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a
 user requests hundreds of GPUs.
 
-It finds errors that ``titan_disp.checks`` cannot find: the model cannot be built or
-sharded, or a step fails. Features that one step on this machine cannot run or does not
-need are switched off first.
+A preflight finds errors that ``titan_disp.checks`` cannot find: the model cannot be
+built or sharded, or a step fails. Features that one step on this machine cannot run or
+does not need are switched off first.
 
 TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps
 as rank 0 would. Only the communication is fake: with ``comm.mode = "fake_backend"``,

@@ -411,8 +411,8 @@ class CondensationOptions:
     dataset: Annotated[
         str | None, arg(metavar="STR", help_behavior_hint="(required, or --text)")
     ] = None
-    """folder (as for training.dataset_path; its validation split is used), glob, or
-    hf:OWNER/NAME of the hub.
+    """folder as for training.dataset_path, of which the validation split is used, glob,
+    or hf:OWNER/NAME of the hub.
     """
     text_field: str = "text"
     """field of JSON documents, or column of Parquet files, that holds the text."""

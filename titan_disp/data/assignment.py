@@ -52,8 +52,8 @@ KEYS = 1 << 64
 # A cut that is closer to a file's edge than 1/8 of a run moves to the edge. Otherwise, a
 # slot would read a whole file for a sliver of it.
 _MIN_PART = 8
-# If a piece of a file that is as long as a run has at least this many blocks, the file's
-# blocks are divided instead of its documents.
+# If a piece of a file that is as long as a run has at least this many blocks, the
+# file's blocks are divided instead of its documents.
 _MIN_BLOCKS = 16
 _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
@@ -84,7 +84,7 @@ class Segment:
         return (unit * STEP + self.shift) % KEYS
 
     def owns(self, unit: int) -> bool:
-        """Return whether the slot owns a unit, whose number is the same as in ``key``."""
+        """Return whether the slot owns a unit, which is numbered as in ``key``."""
         return self.low <= self.key(unit) < self.high
 
     def owns_any(self, start: int, end: int) -> bool:
@@ -144,8 +144,8 @@ class Run:
 class _Line:
     """The files of one epoch laid end to end, and the cuts between the slots' runs.
 
-    Edges and cuts are in units of 1/S byte, where S is the number of slots, so that even
-    one byte can be cut into S runs.
+    Edges and cuts are in units of 1/S byte, where S is the number of slots, so that
+    even one byte can be cut into S runs.
     """
 
     order: list[int]  # for each place on the line, the file
@@ -166,7 +166,8 @@ class Share:
     asked: float  # the source's weight divided by the sum of the weights
 
     def owns(self, file: DataFile) -> bool:
-        """Return whether a file, which ``prefixed`` has renamed, belongs to this source.
+        """Return whether a file, which ``prefixed`` has renamed, belongs to this
+        source.
 
         All files belong to a source without a name.
         """
@@ -253,8 +254,8 @@ class _Source:
         return Run(parts)
 
     def _segment(self, epoch: int, place: int, begin: int, end: int) -> Segment:
-        """Return the part of a file between the points ``begin`` and ``end`` of the line.
-        The file is the one at ``place`` in the order of the line.
+        """Return the part of a file between the points ``begin`` and ``end`` of the
+        line. The file is the one at ``place`` in the order of the line.
         """
         line = self._line(epoch)
         file = line.order[place]
@@ -330,16 +331,16 @@ class Assignment:
         return source.run(slot, epoch)
 
     def slots_of_ranks(self, per_rank: int) -> Iterator[range]:
-        """Yield the slots of each rank: ``per_rank`` slots, or one if ``per_rank`` is 0.
-        The last rank may have fewer slots.
+        """Yield the slots of each rank: ``per_rank`` slots, or one if ``per_rank`` is
+        0. The last rank may have fewer slots.
         """
         step = max(1, per_rank)
         for first in range(0, self.slots, step):
             yield range(first, min(first + step, self.slots))
 
     def owners(self, file: int, epoch: int) -> range:
-        """Return the slots, at least one, that own documents of a file in an epoch. They
-        are neighbours on the line.
+        """Return the slots, at least one, that own documents of a file in an epoch.
+        They are neighbours on the line.
         """
         source = self._sources[bisect_right(self.first_files, file) - 1]
         return source.owners(file, epoch)

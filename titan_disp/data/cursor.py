@@ -2,8 +2,8 @@
 
 The rules for skipping depend on one slot and one file only, so the same documents are
 skipped on any number of ranks. Everything between two usable documents of a slot is
-skipped in one call. No stored position lies between the two documents, so a resume skips
-the same documents.
+skipped in one call. No stored position lies between the two documents, so a resume
+skips the same documents.
 """
 
 import sys
@@ -82,7 +82,7 @@ class Faults:
         """Log a fault, unless it or ``limit`` other faults were logged before.
 
         ``fault`` names what is skipped and says why. If stream.on_bad_data is "fail",
-        nothing is skipped: this raises DataError with ``fault``.
+        nothing is skipped, and this raises DataError with ``fault``.
         """
         if self.options.on_bad_data == "fail":
             raise DataError(f'{fault}. stream.on_bad_data = "skip" would pass over it')
@@ -204,8 +204,8 @@ class Cursor:
         self, part: Part, segment: Segment, index: int, size: int, error: BadDocument
     ) -> None:
         """Move past an unusable document of ``size`` bytes. If there were too many such
-        documents in a row, move past the rest of the file. Report the document and count
-        it as skipped, unless it is ``Empty``.
+        documents in a row, move past the rest of the file. Report the document and
+        count it as skipped, unless it is ``Empty``.
 
         Raises DataError if stream.on_bad_data is "fail", or the slot gives up.
         """
@@ -327,8 +327,8 @@ def check_skipped(what: str, skipped: float, total: float, allowed: float) -> No
 
     ``what`` ends the sentence of the message, such as "documents could not be used".
 
-    The counts are those of all ranks together. All ranks therefore decide alike, and the
-    decision does not depend on the number of ranks.
+    The counts are those of all ranks together. All ranks therefore decide alike, and
+    the decision does not depend on the number of ranks.
     """
     if skipped > allowed * total:
         raise DataError(
@@ -339,8 +339,8 @@ def check_skipped(what: str, skipped: float, total: float, allowed: float) -> No
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
-    """Raise DataError if more than the fraction ``allowed`` of all documents (skipped or
-    used) was skipped. Fewer than 1000 documents are not judged.
+    """Raise DataError if more than the fraction ``allowed`` of all documents (skipped
+    or used) was skipped. Fewer than 1000 documents are not judged.
     """
     if skipped + used >= FIRST:
         what = "documents could not be used"

@@ -232,8 +232,8 @@ class Documents:
         )
 
     def _damage(self) -> str | None:
-        """Return what is wrong after the readable part of the file, or None if no damage
-        is known.
+        """Return what is wrong after the readable part of the file, or None if no
+        damage is known.
         """
         if self._raw is not None and self._raw.damage is not None:
             return self._raw.damage

@@ -4,12 +4,13 @@
 Parquet files, and the first documents of other files. It finds files in other
 encodings, files without rows, and files without any usable document. A process looks at
 a file once. When training starts, it writes the results to ``data.json`` in the run's
-folder. The next start then opens only the files that have changed, and knows which files
-the run began with.
+folder. The next start then opens only the files that have changed, and knows which
+files the run began with.
 
 A look at a file on the hub takes a request or two. If many files are on the hub, only
-some of them are opened. Of Parquet files there, only the footers are read. If the hub
-does not answer, training starts anyway, and the run will meet any fault of the files.
+some of them are opened. Parquet files on the hub are opened only for their footers. If
+the hub does not answer, training starts anyway, and the run will meet any fault of the
+files.
 """
 
 import io
@@ -121,8 +122,8 @@ def ledger_lines(run: str | Path) -> list[str]:
 def write(
     files: Sequence[DataFile], entries: Sequence[Entry], options: StreamOptions
 ) -> None:
-    """Write to the run's folder: the ``files`` as they are read now, the files that only
-    an earlier start had, the looks, and the ledger (``entries``).
+    """Write to the run's folder: the ``files`` as they are read now, the files that
+    only an earlier start had, the looks, and the ledger (``entries``).
     """
     names = {file.name for file in files}
     former = [
@@ -282,10 +283,10 @@ def check_content(
     """Return the files of a data set with their encodings, after a look at each.
 
     Raises ConfigError if files without any usable document hold more than
-    ``stream.max_skipped_fraction`` of the bytes. If on_bad_data is "fail", one such file
-    is enough. Also raises ConfigError if a .txt file is one document that is too long.
-    All other bad documents and damaged files are left to the run. ``key`` is the config
-    section, for messages.
+    ``stream.max_skipped_fraction`` of the bytes. If on_bad_data is "fail", one such
+    file is enough. Also raises ConfigError if a .txt file is one document that is too
+    long. All other bad documents and damaged files are left to the run. ``key`` is the
+    config section, for messages.
     """
     looks = look_at_all(files, options)
     for file in looks:
@@ -334,8 +335,8 @@ def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
 
 
 def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
-    """Return ``look``, with a problem if none of the file's first documents can be used.
-    Empty documents, too long documents and damage do not count as a problem.
+    """Return ``look``, with a problem if none of the file's first documents can be
+    used. Empty documents, too long documents and damage do not count as a problem.
     """
     problem = None
     with closing(Documents(file, options)) as documents:

@@ -1,6 +1,6 @@
 """The fingerprint describes a run's data.
 
-A checkpoint holds it, so that a resume with other data can be refused.
+A checkpoint holds the fingerprint, so that a resume with other data can be refused.
 """
 
 import hashlib
@@ -121,13 +121,13 @@ def data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint that can be compared with those of ``other``."""
+    """Return the parts of a fingerprint that are comparable with those of ``other``."""
     files = dict(fingerprint.get("files", []))  # the order of files may differ
     # Runs of older versions have no such key, and used the tokenizer's EOS.
     comparable = {"stream.separator": "", **fingerprint, "files": files}
     comparable.pop(FIRST_EPOCH, None)
-    # Files on the hub have neither a hash nor an etag, and copies of them elsewhere have
-    # only one of the two. Files of different sizes need no further comparison.
+    # Files on the hub have neither a hash nor an etag, and copies of them elsewhere
+    # have only one of the two. Files of different sizes need no further comparison.
     other_files = dict(other.get("files", []))
     for key in ("contents", "etags"):
         comparable[key] = {
@@ -192,8 +192,8 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
             )
         if saved.get("stream.slots") != current["stream.slots"]:
             hint += (
-                " The number of slots is training.global_batch_size unless stream.slots "
-                "is set. With global_batch_size = -1, it depends on the number of "
+                " The number of slots is training.global_batch_size unless stream.slots"
+                " is set. With global_batch_size = -1, it depends on the number of "
                 "ranks, so that such a run cannot resume on another number of ranks."
             )
         raise RefusedError(
@@ -206,8 +206,8 @@ def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
     """Return the fingerprint in a checkpoint folder, and the last epoch that any slot
     has begun.
 
-    The result is ({}, −1) if another loader wrote the checkpoint. Raises CheckpointError
-    if the checkpoint cannot be read.
+    The result is ({}, −1) if another loader wrote the checkpoint. Raises
+    CheckpointError if the checkpoint cannot be read.
     """
     try:
         metadata = safe_dcp.read_metadata(checkpoint).state_dict_metadata

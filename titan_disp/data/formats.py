@@ -168,11 +168,11 @@ def encoding_of(head: bytes) -> str:
     for encodings that are not recognized.
 
     Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
-    Western ones, whose high bytes are zero. (Zero bytes are valid UTF-8, too.) A text is
-    taken for Windows-1252 if it has no control characters of binary files and few bytes
-    outside ASCII, and if those between two ASCII letters are nearly all letters and
-    no-break spaces. Between two ASCII letters, Polish and Czech words have other bytes.
-    Cyrillic texts have many bytes outside ASCII.
+    Western ones, whose high bytes are zero. (Zero bytes are valid UTF-8, too.) A text
+    is taken for Windows-1252 under three conditions: it has no control characters of
+    binary files, it has few bytes outside ASCII, and nearly all such bytes between two
+    ASCII letters are letters or no-break spaces. Polish and Czech words have other
+    bytes between two ASCII letters. Cyrillic texts have many bytes outside ASCII.
     """
     # before UTF-16, because a mark of UTF-32 begins with one of UTF-16
     if head.startswith(_UTF_32_MARKS):
@@ -524,8 +524,8 @@ def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
 
 def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the blocks of lines between blank lines, without the line break at a block's
-    end (\\n or \\r\\n). A line of only white space is blank.
+    """Yield the blocks of lines between blank lines, without the line break at a
+    block's end (\\n or \\r\\n). A line of only white space is blank.
     """
     block: list[bytes] = []
     size = 0  # bytes of the block; a block that is too long is not kept in memory

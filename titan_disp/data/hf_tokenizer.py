@@ -83,7 +83,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
     SentencePiece merges the neighbours whose concatenation is the piece of the highest
     score, leftmost first. In SentencePiece, all ways to split a piece have the same
-    rank; here, they need different ranks. The way with the longest left part comes
+    rank, but here, they need different ranks. The way with the longest left part comes
     first, because "leftmost first" has this result for a run of one character.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
@@ -150,8 +150,8 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _cuts(model: Any) -> Iterator[str]:
-    """Yield patterns that end where a text is cut. The cuts prevent a text that spells a
-    control symbol or a byte from becoming that piece.
+    """Yield patterns that end where a text is cut. The cuts prevent a text that spells
+    a control symbol or a byte from becoming that piece.
     """
     characters = set(_pieces(model, Piece.NORMAL))
     for name in _pieces(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
@@ -342,7 +342,7 @@ PROBES = (
 # fmt: on
 """Texts on which tokenizers differ.
 
-They contain no special tokens, which libraries treat differently.
+The texts contain no special tokens, which libraries treat differently.
 """
 
 
@@ -445,8 +445,8 @@ def _check_written(
     # Several libraries raise their own types, and so does code that a folder names.
     with reported("transformers cannot load the exported tokenizer", Exception):
         written = AutoTokenizer.from_pretrained(dest)
-    # By default, transformers turns text that spells special tokens into them; training
-    # never does.
+    # By default, transformers turns text that spells special tokens into these tokens.
+    # Training never does so.
     as_trained = {
         "add_special_tokens": False,
         "split_special_tokens": True,

@@ -513,11 +513,11 @@ def _searched(pattern: str) -> Iterator[str]:
 def files_named(paths: Collection[str], split: str, narrow: bool) -> list[str]:
     """Return the files of a split, whose names contain a mark of the split as a word.
 
-    Files without any split's mark are training data, too. The exception: if names are
-    ``narrow``, as C4's are, and a file's name says "train", then only such files are
-    training data. In other folders, one file called train_schedules would exclude all
-    other files. The word "test" marks a split only if another file's name marks a split,
-    because a text about tests is training data.
+    Files without any split's mark are training data, too. There is one exception: if
+    names are ``narrow``, as C4's are, and a file's name says "train", then only such
+    files are training data. In other folders, one file called train_schedules would
+    exclude all other files. The word "test" marks a split only if another file's name
+    marks a split, because a text about tests is training data.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:

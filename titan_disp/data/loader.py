@@ -1,6 +1,6 @@
-"""The dataloader of the document streams, with the interface of TorchTitan's dataloader.
+"""The dataloader of the document streams. It has the interface of TorchTitan's loader.
 
-It prefetches batches, and holds positions and counters.
+The loader prefetches batches, and holds positions and counters.
 
 A rank owns contiguous slots. The loader takes one sequence of each slot in turn, and
 divides them into microbatches. A global batch therefore holds the same sequences for any
@@ -229,11 +229,11 @@ class StreamLoader(BaseDataLoader):
     def counters(self) -> dict[Metric, float]:
         """Return this rank's counters of the sequences handed out.
 
-        They count from the start of the run, or from ``restart``; stored_bytes and
-        seconds_waited count from the start of this process. "epoch" is the latest epoch
-        of the rank's slots. "epochs_read" is the text used or skipped, divided by all
-        text, so that its sum over the ranks is that of the run. If there are several
-        sources, each has its own epoch, epochs_read, documents and text_bytes.
+        Most counters count from the start of the run, or from ``restart``. stored_bytes
+        and seconds_waited count from the start of this process. "epoch" is the latest
+        epoch of the rank's slots. "epochs_read" is the text used or skipped, divided by
+        all text, so that the sum over the ranks is the run's value. If there are
+        several sources, each has its own epoch, epochs_read, documents and text_bytes.
         """
         columns = self.positions.sum(0).tolist()
         counters: dict[Metric, float] = {

@@ -278,8 +278,8 @@ class Passes:
         return reading
 
     def leave(self, slot: int, epoch: int, file: int) -> None:
-        """Let a slot leave its pass over a file, if there is one. The slot needs no more
-        of the file in this epoch, or begins another pass.
+        """Let a slot leave its pass over a file, if there is one. The slot needs no
+        more of the file in this epoch, or begins another pass.
         """
         reading = self._open.pop((slot, epoch, file), None)
         if reading is not None:

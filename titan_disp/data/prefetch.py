@@ -1,11 +1,11 @@
 """The prefetch worker is a process of each rank that reads and tokenizes ahead of
 training.
 
-It is forked from the rank. A fork of a process in which NCCL or RCCL communicates is
-safe only if environment variables announce it to the network's libraries. Otherwise, the
-two processes would share memory that a network card writes to (man 3 ibv_fork_init). The
-trainer therefore forks the worker before it makes the process group. What the worker
-must read is known later, and is then sent to it::
+The worker is forked from the rank. A fork of a process that communicates by NCCL or
+RCCL is safe only if environment variables announce it to the network's libraries.
+Otherwise, the two processes would share memory that a network card writes to (man 3
+ibv_fork_init). The trainer therefore forks the worker before it makes the process
+group. What the worker must read is known later, and is then sent to it::
 
     rank    fork ── process group, data, model, checkpoint ── positions ── batches …
     worker   └────────── waits ──────── streams: a tokenizer ────── └─ reads ahead …
@@ -66,8 +66,8 @@ def arrivals(
     group = 1
     worker: dict[str, Any] = {}
     if options.prefetch:
-        # Microbatches are sent in groups: each transfer costs both processes as much
-        # as thousands of tokens.
+        # Microbatches are sent in groups, because a transfer costs the two processes as
+        # much time as thousands of tokens.
         group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * options.seq_len)))
         worker = {
             "num_workers": 1,
@@ -114,8 +114,8 @@ class Worker:
         """
         self._sender.send(positions)
         started = self._arrivals
-        # The worker ends when nothing refers to the iterator any more. From now on, only
-        # the caller refers to it.
+        # The worker ends when nothing refers to the iterator any more. From now on,
+        # only the caller refers to it.
         del self._arrivals
         return started
 

@@ -1,5 +1,5 @@
-"""The data sets that a run reads: their names, slots and files, checks that compare data
-sets, and how much each rank reads.
+"""The data sets that a run reads: their names, slots and files, checks that compare
+data sets, and how much each rank reads.
 """
 
 import math
@@ -299,8 +299,8 @@ def warn_of_copies(
     logger.warning(
         f"data: {counted(len(pairs), 'copy', 'copies')} of files, such as "
         f"{copy.url!r} ({keys[copy]}), whose original is {original.url!r} "
-        f"({keys[original]}). Documents of copied files come more often than others, and "
-        "a held-out file with a copy is not held out: remove the copies"
+        f"({keys[original]}). Documents of copied files come more often than others, "
+        "and a held-out file with a copy is not held out: remove the copies"
     )
 
 
@@ -348,8 +348,8 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
 
 MOST_AMPLIFIED = 4.0  # a warning is given above this; C4's files on 640 ranks have 1.6
 MUCH = 1e9  # bytes that a rank reads in an epoch
-# After about 16 epochs, more epochs teach a model little (Muennighoff et al. 2023, arXiv
-# 2305.16264).
+# After about 16 epochs, more epochs teach a model little (Muennighoff et al. 2023,
+# arXiv 2305.16264).
 MOST_EPOCHS = 16.0
 BYTES_PER_TOKEN = 4  # of text, approximately
 BYTES_PER_ID = 2  # of token ids, approximately
@@ -441,8 +441,8 @@ def stored_bytes(
     files: Sequence[DataFile], assignment: Assignment, slots: range
 ) -> float:
     """Return the approximate number of stored bytes that a rank with these slots reads
-    in an epoch. Of files that are divided by blocks, the rank reads only its own blocks;
-    it reads other files as a whole.
+    in an epoch. Of files that are divided by blocks, the rank reads only its own
+    blocks; it reads other files as a whole.
     """
     parts: dict[int, float] = {}
     for slot in slots:

@@ -151,8 +151,8 @@ def resolve(name: HubName, where: str) -> HubDataset:
     """
     repository, commit = commit_of(name, where)
     url = f"hf://datasets/{repository}"
-    # A name would be taken for a local folder of that name. (datasets takes an hf:// URL
-    # only since version 4.8.)
+    # A name would be taken for a local folder of that name. (datasets takes an hf://
+    # URL only since version 4.8.)
     source = url if os.path.isdir(repository) else repository
     splits = splits_in(source, name, commit, where)
     inside = f"{url}@{commit}/"
@@ -281,7 +281,7 @@ def commit_of(name: HubName, where: str) -> tuple[str, str]:
 def splits_in(
     root: str, name: HubName, commit: str | None, where: str
 ) -> dict[str, list[str]]:
-    """Return the paths or URLs of the files of every split of a configuration.
+    """Return {split: paths or URLs of its files} for each split of a configuration.
 
     ``root`` is OWNER/NAME, hf://datasets/OWNER/NAME, or a local folder with all files of
     the data set. For a local folder, ``commit`` is None.

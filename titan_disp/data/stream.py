@@ -145,7 +145,7 @@ class RankStreams:
         return np.append(content, eos_id)
 
     def close(self) -> None:
-        """Close the files and end the threads, without waiting for either."""
+        """Close the files and end the threads, without waiting for files or threads."""
         # The garbage collector may call this in a thread that holds a lock of
         # ``threading``, and waiting would take the same lock.
         self.executor.shutdown(wait=False, cancel_futures=True)
@@ -281,12 +281,12 @@ class Microbatches:
 class Sequences(IterableDataset):
     """Yields the rank's sequences, in the prefetch worker if there is one.
 
-    First it yields the ``Progress`` of reading up to the positions, then, without end,
-    ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises nothing.
-    If opening the streams or reading fails with a ConfigError (DataError is one), it
-    yields the complete microbatches that were read before, then the error, and ends.
-    After any other error, it drops these microbatches, yields a DataError with the
-    traceback, and ends.
+    First, the iterator yields the ``Progress`` of reading up to the positions. Then, it
+    yields ``Microbatches`` without end, with ``group`` microbatches of ``batch``
+    sequences each. It raises nothing. If opening the streams or reading fails with a
+    ConfigError (DataError is one), it yields the complete microbatches that were read
+    before, then the error, and ends. After any other error, it drops these
+    microbatches, yields a DataError with the traceback, and ends.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     if v.steps != -1 and v.steps * step < wanted:
         raise ConfigError(
             f"validation.steps is {v.steps}, which would end after {v.steps * step} "
-            f"of the stream.validation_sequences {wanted}: set only one of the two keys "
-            "(validation.steps = -1 is no limit)"
+            f"of the stream.validation_sequences {wanted}: set only one of the two "
+            "keys (validation.steps = -1 is no limit)"
         )
     if wanted < 1 or wanted % step:
         raise ConfigError(

@@ -75,8 +75,8 @@ def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 class Gathering:
-    """A running all-gather of z [B, …], in the dtype of z. (Normalized vectors in float32
-    would cost more traffic for no gain.)
+    """A running all-gather of z [B, …], in the dtype of z. (Normalized vectors in
+    float32 would cost more traffic for no gain.)
     """
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup | None) -> None:

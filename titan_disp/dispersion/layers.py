@@ -219,7 +219,8 @@ class WholeLayers(Layers):
         then runs during the work for z.
 
         A ``Compute`` must call this once for each pack, in order, or never, because a
-        call ignores z and returns the all-gather that the previous call started, if any.
+        call ignores z and returns the all-gather that the previous call started, if
+        any.
         """
         if self.group is None:
             return None
@@ -272,8 +273,8 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
 def parts(z: Tensor) -> list[slice]:
     """Return slices of the sequences of z [B, n, F], B ≥ 1.
 
-    They are processed one after another, so that the memory of temporaries does not grow
-    with the batch.
+    The slices are processed one after another, so that the memory of temporaries does
+    not grow with the batch.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
@@ -386,7 +387,7 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        # No group: every rank has the whole sample.
+        # The group is None, because every rank has the whole sample.
         super().__init__(zs, length=count, mask=mask, group=None, in_bf16=in_bf16)
         self.mask = None  # the same for all layers, which fill equally many slots
         self.mask_of_all: TokenMask | None = None  # of the sequences of all layers

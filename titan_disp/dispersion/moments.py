@@ -11,9 +11,10 @@ the tokens:
 This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth
 enough to be approximated by quadratics. Each token has its own quadratic, fitted to the
 token's cosines with a sample of the sequence. One quadratic for all tokens would not be
-enough. When embeddings collapse, most pairs lie within a narrow cone, where the gradient
-nearly vanishes, and most of the gradient belongs to the few tokens outside the cone. For
-these few tokens, the error in a common quadratic's slope would be as large as the slope.
+enough. When embeddings collapse, most pairs lie within a narrow cone, where the
+gradient nearly vanishes, and most of the gradient belongs to the few tokens outside the
+cone. For these few tokens, the error in a common quadratic's slope would be as large as
+the slope.
 """
 
 import math
@@ -176,10 +177,10 @@ def block_size(counts: Count, length: int) -> Count:
 def offset_in_block(block: Tensor, size: Count) -> Tensor:
     """Return the offset of the sampled token in each block of ``size`` tokens.
 
-    It is the fractional part of (block · golden ratio), times the size. These offsets
-    spread evenly, while tokens at a regular distance could all be alike, as in a table.
-    The offset in the first block is 0, so that the first token is sampled. In a language
-    model, it is often unlike all others.
+    The offset is the fractional part of (block · golden ratio), times the size. Offsets
+    spread evenly, but tokens at a regular distance could all be alike, as in a table.
+    The offset in the first block is 0, so that the first token is sampled. In a
+    language model, it is often unlike all others.
     """
     return ((block * GOLDEN) % 2**32) * size >> 32
 

@@ -62,9 +62,9 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     A tile of ``batch`` sequences has at most TILE_ELEMENTS elements, but a block has at
     least 16 tokens. If all tokens fit, they are one block. Otherwise, a block on a CPU
     has the largest size. On a GPU, a kernel is compiled for each shape of tile, so
-    blocks should be equal: the size is the largest multiple of 128 that divides
-    ``tokens``, or else the largest multiple of 16 that does, if this is more than half
-    of the largest size. Otherwise, the last block may be much smaller than the others.
+    blocks should be equal. The size is therefore the largest multiple of 128 that
+    divides ``tokens``, or else of 16, if it is more than half of the largest size. If
+    there is no such size, the last block may be much smaller than the others.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -108,12 +108,13 @@ def _epilogue(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Σ w [B] and q [B, m, n] of a tile, given its products x_i·x_j [B, m, n]."""
-    # A new tensor: otherwise the compiled kernel would also write the products.
+    # A new tensor, because otherwise the compiled kernel would also write the products.
     cosines = (products * s_rows).mul_(s_cols)
     w, r = pair(cosines)
     # Eager code writes q and w into tiles that are no longer needed. (Compiled code
-    # stores no temporaries.) The memory of w and r is not reused, because a pair function
-    # may return the same tensor as w and as r, or store a tensor that it returns.
+    # stores no temporaries.) The memory of w and r is not reused, because a pair
+    # function may return the same tensor as w and as r, or store a tensor that it
+    # returns.
     eager = not torch.compiler.is_compiling()
     memory_q = products if eager else None
     memory_w = cosines if eager else None

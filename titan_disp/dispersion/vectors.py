@@ -1,4 +1,4 @@
-"""Unit vectors of tokens, and the tokens' gradient computed from the unit vectors' gradient.
+"""Unit vectors of tokens, and the tokens' gradient, given the unit vectors' gradient.
 
 Unit vectors are u = s x, with x and scales s computed from tokens z [B, n, F]. For a
 function S of u, W = s ∂S/∂u is computed first. A single pass over W then computes ∂S/∂z,
@@ -128,7 +128,7 @@ def _through_norm(w: Tensor, z: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
 def row_blocks(x: Tensor) -> list[slice]:
     """Return slices of the rows of x [B, n, F], each of which fits into a core's cache.
 
-    On a GPU, a single slice has all rows: one fused kernel processes them.
+    On a GPU, a single slice has all rows, because one fused kernel processes them.
     """
     if x.device.type != "cpu" or x.numel() <= BLOCK_ELEMENTS:
         return [ALL_ROWS]

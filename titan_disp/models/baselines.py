@@ -106,8 +106,8 @@ def uniform(
 ) -> Tensor:
     """Return numbers from U(−1, 1), float32 [B, n, F] on the device of ``positions``.
 
-    They are multiples of 2⁻²³. ``sequences`` [B] are indices in the global batch, and
-    ``positions`` [B, n] are positions in the whole sequence.
+    The numbers are multiples of 2⁻²³. ``sequences`` [B] are indices in the global
+    batch, and ``positions`` [B, n] are positions in the whole sequence.
     """
     device = positions.device
     # torch.full fills on the device. With torch.tensor, a GPU would wait for a copy from

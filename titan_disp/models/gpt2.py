@@ -215,8 +215,8 @@ class GPT2DispModel(DispModel):
         return block(h, attention_masks)
 
 
-# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm. Its policy
-# saves every second output of aten.mm, but all outputs of aten.addmm.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm. Its
+# policy saves every second output of aten.mm, but all outputs of aten.addmm.
 SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 

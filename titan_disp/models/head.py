@@ -4,8 +4,9 @@ the logits of all tokens never exist at once.
 In training, the model returns ``HiddenStates`` instead of logits. The loss's forward
 computes logits, loss and gradients of each chunk, so that backward only scales the
 gradients. Nothing is computed twice. ``linear_cross_entropy`` of torch 2.13 does the
-same, but with bfloat16 inputs it sums the loss and the weight's gradient in bfloat16: the
-loss of 2,048 tokens had an error of 2 %. Here both are summed in float32.
+same, but with bfloat16 inputs it sums the loss and the weight's gradient in bfloat16,
+and the loss of 2,048 tokens had an error of 2 %. Here, loss and gradient are summed in
+float32.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class ChunkedHead(nn.Linear):
 
 
 class _HeadParallel(ColwiseParallel):
-    """Gathers the sequence, and shards the rows of the weight. The output layout applies
-    to logits, which exist only in eval.
+    """Gathers the sequence, and shards the rows of the weight. The output layout
+    applies to logits, which exist only in eval.
     """
 
     @staticmethod
@@ -93,7 +94,7 @@ def chunked_cross_entropy(
     """Return the cross-entropy summed over the valid tokens, and the cross-entropy of each
     token [B · N], without a gradient.
 
-    Both are float32, and the same on all ranks of TP.
+    Both results are float32, and the same on all ranks of TP.
 
     Args:
         labels: token ids [B, N], or −100 for tokens that do not count.

@@ -139,8 +139,9 @@ def _apply_fsdp(
         head = [*model.embeddings, *head]  # the shared parameter has one owner
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
-    # Backward begins with this group. If the group were resharded after forward, it would
-    # be gathered again at once. The loss of a chunked head reads the weight after forward.
+    # Backward begins with this group. If the group were resharded after forward, it
+    # would be gathered again at once. The loss of a chunked head reads the weight after
+    # forward.
     fully_shard(
         head,
         reshard_after_forward=policy == "always"

@@ -204,8 +204,8 @@ class DispCheckpointManager(CheckpointManager):
         if self.saves_again:
             return True
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        # A skipped step changes no weights, so a save would be sound. The save waits all
-        # the same, because the next good step is not far away.
+        # A skipped step changes no weights, so a save would be sound. The save waits
+        # all the same, because the next good step is not far away.
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
@@ -403,8 +403,9 @@ class DispCheckpointManager(CheckpointManager):
             self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Delete old complete checkpoints, except the newest ``keep_latest_k`` and those
-        of every ``keep_every`` steps. Unfinished saves are neither counted nor deleted.
+        """Delete old complete checkpoints, except the newest ``keep_latest_k`` and
+        those of every ``keep_every`` steps. Unfinished saves are neither counted nor
+        deleted.
         """
         if (
             self.keep_latest_k <= 0
@@ -433,8 +434,8 @@ class DispCheckpointManager(CheckpointManager):
     # ---- load
 
     def newest(self) -> int:
-        """Return the step of the newest complete checkpoint, which may be model-only, or
-        0 if there is none. A collective call.
+        """Return the step of the newest complete checkpoint, which may be model-only,
+        or 0 if there is none. A collective call.
         """
         if not self.enable:
             return 0
@@ -538,8 +539,8 @@ class DispCheckpointManager(CheckpointManager):
                 "damaged, restore a copy. Otherwise start a new run in another "
                 "--job.dump_folder"
             )
-        # TorchTitan uses initial_load_path only if the folder does not exist. Our folder
-        # may exist and hold unfinished saves.
+        # TorchTitan uses initial_load_path only if the folder does not exist. Our
+        # folder may exist and hold unfinished saves.
         self._check_initial_load()
         path = self.initial_load_path
         reason = None

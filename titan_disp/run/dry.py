@@ -1,8 +1,9 @@
 """A dry run simulates many ranks in one process: it computes the steps of rank 0, and
 writes nothing (docs/training.md).
 
-It uses TorchTitan's ``comm.mode = "fake_backend"``: collectives return at once with
-this rank's values, so losses mean nothing and must not reach a run folder.
+A dry run uses TorchTitan's ``comm.mode = "fake_backend"``, with which collectives
+return at once with this rank's values. Losses therefore mean nothing, and must not
+reach a run folder.
 """
 
 import os

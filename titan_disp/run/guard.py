@@ -1,8 +1,8 @@
 """This module skips steps whose loss or gradients are not finite, on all ranks alike.
 Once per step, it also shares flags that single ranks raise.
 
-TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only:
-after clipping by an infinite norm, one rank holds NaN while the others hold zeros. The
+TorchTitan 0.2.2 continues after a NaN. It is not enough that a rank checks its own
+gradients: after clipping by an infinite norm, one rank holds NaN, and others zeros. The
 verdict is therefore all-reduced, in one small message that also carries flags: whether
 a rank was asked to stop, and whether its save has failed.
 
@@ -10,10 +10,10 @@ The host does not wait for this message. The fused optimizer takes the verdict o
 device: its kernels change nothing if the verdict is 1. The host gets a copy, and reads
 the copy in the next step. By then, the copy has arrived, because TorchTitan waits until
 the device has summed the valid tokens of all ranks. On a single device, TorchTitan does
-not wait; the copy arrives while the next step's kernels are queued. Code that saves, logs
-or ends the run calls ``settle`` to read the copy at once. Optimizers that are not
+not wait; the copy arrives while the next step's kernels are queued. Code that saves,
+logs or ends the run calls ``settle`` to read the copy at once. Optimizers that are not
 fused, or whose parameters are offloaded to the CPU, cannot take the verdict on the
-device: before they step, the host waits for the message.
+device. Before such optimizers step, the host waits for the message.
 """
 
 from collections import defaultdict

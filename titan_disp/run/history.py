@@ -34,8 +34,8 @@ def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def trained_nothing(event: Mapping[str, Any]) -> bool:
-    """Return whether an event ended a start before its first step, because the start was
-    refused or stopped. Such an event says nothing about the state of the run.
+    """Return whether an event ended a start before its first step, because the start
+    was refused or stopped. Such an event says nothing about the state of the run.
     """
     return event["event"] in ("refused", "stop") and "allocated" in event
 

@@ -90,7 +90,7 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
 
 
 def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return a sentence for each key that has different values in the two identities."""
+    """Return a sentence for each key with different values in the two identities."""
     shared = saved.keys() & current.keys()
     return [
         f"{key} is {former!r} in the checkpoint and {current!r} in the config"

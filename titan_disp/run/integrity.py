@@ -304,8 +304,8 @@ def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a regular file. Raises OSError if the file system fails;
-    from Python 3.14 on, ``Path.is_file`` would return False instead.
+    """Return whether a path is a regular file. Raises OSError if the file system fails.
+    (From Python 3.14 on, ``Path.is_file`` would return False instead.)
     """
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
@@ -358,9 +358,9 @@ def clean_up(folder: Path) -> None:
 
 
 def can_be_finished(path: Path) -> bool:
-    """Return whether the save of a folder step-N was killed between its last two actions,
-    which are to write hashes.json and to rename ``.metadata.tmp`` to ``.metadata``.
-    Raises OSError if the file system fails.
+    """Return whether the save of a folder step-N was killed between its last two
+    actions, which are to write hashes.json and to rename ``.metadata.tmp`` to
+    ``.metadata``. Raises OSError if the file system fails.
     """
     with suppress(FileNotFoundError, IsADirectoryError, ValueError):
         hashes = read_hashes(path) or {}

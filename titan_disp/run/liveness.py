@@ -183,8 +183,8 @@ class Heartbeat:
             content = {**content, "waits_for": self.waits_for}
         if content == self._written:
             return
-        # A full disk must not end the thread. The next call tries again; if all fail,
-        # the supervisor will notice the silence.
+        # A full disk must not end the thread. The next call tries again. If all calls
+        # fail, the supervisor will notice the silence.
         with suppress(OSError):
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(content))
@@ -225,8 +225,8 @@ class Stragglers:
     forward, a rank waits for the slowest rank. The rest of a step's wall time is the
     rank's *own* time. The measurement does not wait for the GPU.
 
-    This finds slow hosts, but no slow GPU (docs/resilience.md), and no difference
-    between ranks of one tensor- or context-parallel group.
+    This class finds slow hosts. It finds neither a slow GPU (docs/resilience.md), nor a
+    difference between ranks of one tensor- or context-parallel group.
     """
 
     def __init__(self) -> None:

@@ -100,8 +100,8 @@ def holder_of(content: bytes) -> dict[str, Any]:
 
 
 def described(holder: dict[str, Any]) -> str:
-    """Return who holds a lock, for a message. slurm/supervise.py reads the job from this
-    text.
+    """Return who holds a lock, for a message. slurm/supervise.py reads the job from
+    this text.
     """
     return (
         f"host {holder.get('host')}, pid {holder.get('pid')}, "

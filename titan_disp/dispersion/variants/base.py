@@ -204,8 +204,8 @@ class MomentsVariant(Variant):
     """The loss is plain autograd code, and a function of s = Σ u_i [B, F], M = Σ u_i u_iᵀ
     [B, F, F] and the number of tokens.
 
-    It takes time linear in the tokens, and memory for F² numbers per sequence. A rank
-    needs only its own tokens:
+    The loss takes time linear in the tokens, and memory for F² numbers per sequence. A
+    rank needs only its own tokens:
 
         ∂L/∂u_i = ∂L/∂s + (∂L/∂M + (∂L/∂M)ᵀ) u_i
     """
@@ -268,8 +268,8 @@ class Context:
 class AutogradVariant(Variant):
     """The loss is plain autograd code over all tokens of a sequence.
 
-    This is slower than the other types: products are in float32, and every rank of a
-    sharded sequence computes the whole loss.
+    Such a loss is slower than the other types, because products are in float32, and
+    every rank of a sharded sequence computes the whole loss.
     """
 
     bf16_products: ClassVar[bool] = False
