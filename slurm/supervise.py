@@ -98,9 +98,7 @@ class Signalled(Exception):
 
 
 class Failure(Exception):
-    """An error that makes this start of the job a failure; the message is the
-    reason.
-    """
+    """An error that makes this start a failure. The message is the reason."""
 
 
 def show(text):
@@ -391,7 +389,7 @@ class Supervisor:
         self.begin()
 
     def _read_settings(self):
-        """Read and check the variables that pretrain.sbatch lists; raise Failure if one
+        """Read and check the variables that pretrain.sbatch lists. Raise Failure if one
         is wrong.
         """
         item = r"(?:now|\d{1,4})"
@@ -476,9 +474,8 @@ class Supervisor:
     # ---- the cluster's commands
 
     def call(self, *command, loud=False):
-        """Run a quick command, and return its status and stdout. The status is 127 if
-        the command cannot run or takes a minute. The stdout is "" unless the status is
-        0.
+        """Run a quick command, and return (status, stdout). The status is 127 if the
+        command cannot run or takes a minute. The stdout is "" unless the status is 0.
         """
         try:
             done = subprocess.run(
@@ -772,7 +769,7 @@ class Supervisor:
 
     def _await(self, process, end):
         """Return the lines and the status of a process. After ``check_seconds``, call
-        ``end`` with the process; the status is then None. Raises Signalled if a signal
+        ``end`` with the process. The status is then None. Raises Signalled if a signal
         has come, even if the process has ended.
         """
         lines = []
@@ -924,8 +921,8 @@ class Supervisor:
         )
 
     def train(self):
-        """Run torchrun on every node until it ends, or until the run is silent for
-        longer than it allows itself.
+        """Run torchrun on every node until torchrun ends, or until the run is silent
+        for longer than its heartbeat allows.
         """
         if self.signalled():
             raise Signalled

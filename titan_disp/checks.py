@@ -1,11 +1,12 @@
 """These checks refuse a config that cannot work, with one message that says what to
 change.
 
-Every start of training runs them, and so do plan, preflight, submit, sweeps and the
-node check. They build no model and need no GPU. ``check_inputs`` also opens the data,
-the tokenizer and the checkpoint that the config names. Each check raises ConfigError
-for the first problem that it finds. Other checks are elsewhere: ``cluster.preflight``
-runs one real step, and ``cluster.job_check`` runs these checks for a SLURM job.
+Every start of training runs these checks, and so do plan, preflight, submit, sweeps and
+the node check. They build no model and need no GPU. ``check_inputs`` also opens the
+data, the tokenizer and the checkpoint that the config names. Each check raises
+ConfigError for the first problem that it finds. Other checks are elsewhere:
+``cluster.preflight`` runs one real step, and ``cluster.job_check`` runs these checks
+for a SLURM job.
 """
 
 import copy
@@ -275,11 +276,11 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     """Replace data_parallel_replicate_degree = −1 by the number of replicas that the
     ranks allow.
 
-    A second call changes nothing. With −1, the shard degree is an upper bound: 8 is
-    right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which hold one
-    replica. TorchTitan 0.2.2 does not accept −1, so call this before TorchTitan sees
-    the config. The number of ranks must be a multiple of the degrees of context and
-    tensor parallelism.
+    A second call changes nothing. With −1, the shard degree is an upper bound. For
+    example, 8 is right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which
+    hold one replica. TorchTitan 0.2.2 does not accept −1, so call this before
+    TorchTitan sees the config. The number of ranks must be a multiple of the degrees of
+    context and tensor parallelism.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:

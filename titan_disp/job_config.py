@@ -191,7 +191,7 @@ class Baseline:
 class Source:
     """Each source is a table [[stream.sources]].
 
-    On the command line, the path of the first one is --stream.sources.0.path.
+    On the command line, the path of the first source is --stream.sources.0.path.
     """
 
     weight: float
@@ -213,8 +213,8 @@ class Source:
 
 @dataclass
 class Stream:
-    """A slot is one of the run's document streams. Its epoch is one time through its
-    share of the documents.
+    """A slot is one of the run's document streams. An epoch of a slot is one time
+    through the slot's share of the documents.
     """
 
     sources: list[Source] = key(list, fixes="data")

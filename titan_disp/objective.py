@@ -39,7 +39,8 @@ class LossLedger:
     Attributes:
         sources: by source of data, the number of this rank's slots (streams of
             documents) that read the source, in the order of the slots. The sequences of
-            a rank come from its slots in turn. If empty, sources have no means.
+            a rank come from its slots in turn. If it is empty, there are no means of
+            single sources.
     """
 
     def __init__(self) -> None:

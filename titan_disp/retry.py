@@ -124,8 +124,8 @@ def may_recover(error: Exception) -> bool:
 
 
 def seconds_asked(error: Exception) -> float | None:
-    """Return the seconds that the hub asks to wait, or None. They are in the header
-    RateLimit of a response 429, or in Retry-After.
+    """Return the seconds that the hub asks to wait, or None. A response 429 has them in
+    the header RateLimit or in Retry-After.
     """
     from huggingface_hub.utils import parse_ratelimit_headers
 

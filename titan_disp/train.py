@@ -277,9 +277,9 @@ class DispTrainer(Start, Trainer):
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator over the batches of this rank, after recording what begins.
 
-        TorchTitan calls this once, after it has loaded a checkpoint: the step is known
-        from here on. Raises on all ranks RefusedError if the checkpoint is of another
-        baseline.method, and ConfigError if the held-out text is too short.
+        TorchTitan calls this once, after it has loaded a checkpoint, so that the step
+        is known from here on. Raises, on all ranks, RefusedError if the checkpoint is
+        of another baseline.method, and ConfigError if the held-out text is too short.
         """
         self._check_parameter_groups()
         self._start_step = self.step
@@ -688,12 +688,12 @@ class DispTrainer(Start, Trainer):
         self.stop_request.done()
 
     def save_seed(self) -> None:
-        """Save the initial weights as step 0, from which starts of this run begin:
-        checkpoint.create_seed_checkpoint.
+        """Save the initial weights as step 0, as checkpoint.create_seed_checkpoint
+        asks. Starts of this run then begin from these weights.
 
-        Raises on all ranks RefusedError if the run has a checkpoint of a later step,
-        and CheckpointError if the save fails. If another start has taken the run
-        folder, it raises InUseError.
+        Raises, on all ranks, RefusedError if the run has a checkpoint of a later step,
+        and CheckpointError if the save fails. Also raises InUseError if another start
+        has taken the run folder.
         """
         with self._refusals():
             if newest := self.checkpointer.newest():
@@ -778,8 +778,8 @@ def _of_all_ranks(progress: Progress) -> Progress:
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
     """Train in this process, and destroy the process group at the end.
 
-    Raises what the trainer raises, after closing it; the process group is then left as
-    it is.
+    Raises what the trainer raises, after closing the trainer. The process group is then
+    left as it is.
     """
     with closing(trainer_class(job_config)) as trainer:
         if job_config.checkpoint.create_seed_checkpoint:

@@ -10,8 +10,8 @@ Communication is counted for ring algorithms, which NCCL and RCCL use for large
 messages. In a group of n ranks, an all-gather or a reduce-scatter of B bytes sends
 (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks of the group
 share a node, the ring leaves the node only once, so that each of the g ranks sends 1/g
-of its bytes over the network. Trees, latency and other jobs are ignored. Neither
-estimate has been compared with measurements on GPUs yet.
+of its bytes over the network. Trees, latency and other jobs are ignored. The estimates
+of memory and communication have not been compared with measurements on GPUs yet.
 """
 
 from collections.abc import Iterable
@@ -109,7 +109,7 @@ def saved_gradients(
     job_config: JobConfig, args: DispModelArgs, spread: bool = False
 ) -> int:
     """Return the number of elements of ∂S/∂z that a rank saves in forward. With
-    ``spread``, return their number after backward has spread the gradients of sampled
+    ``spread``, return the number after backward has spread the gradients of sampled
     tokens over all tokens.
     """
     p = job_config.parallelism
@@ -468,7 +468,7 @@ def find_gpu(machine: Machine) -> Gpu:
     gives. If the machine names no GPU, the memory is that of this computer's GPU.
 
     Raises ConfigError if the table does not have the GPU, and the machine does not give
-    its memory and FLOP/s.
+    the GPU's memory and FLOP/s.
     """
     name = gpu_name(machine.gpu)
     memory = machine.gpu_memory

@@ -36,7 +36,7 @@ FREE_ACCOUNT = 5000
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     """Check that a config can start on ``nodes`` × ``nproc`` ranks.
 
-    ``nproc`` is a number, or "gpu": one per GPU of this node.
+    ``nproc`` is a number of ranks, or "gpu" for one rank per GPU of this node.
     """
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():

@@ -106,7 +106,7 @@ def gpu_problems() -> list[str]:
 def _output(*command: str) -> str:
     """Return what a command prints, or an empty string if it is missing or fails.
 
-    TimeoutExpired is raised if it hangs.
+    Raises TimeoutExpired if the command hangs.
     """
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
 """``Assignment`` decides which documents each slot reads in each epoch.
 
-Nothing here reads a file. The result depends on the files, the number of slots, the seed
-and the epoch. It does not depend on the number of ranks.
+This module reads no file. The result depends on the files, the number of slots, the
+seed and the epoch, but not on the number of ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
 into one *run* per slot::
@@ -11,8 +11,9 @@ into one *run* per slot::
 
 A file's length on the line is its size in bytes. If the files of a source differ in
 their text per byte, a file's length is its size times its text per byte. A rank owns
-neighbouring slots, and therefore one stretch of the line. It reads only the files of
-this stretch. In one epoch, R ranks together therefore open F files at most F + R times.
+neighbouring slots, and therefore one stretch of the line. A rank reads only the files
+of its stretch. In one epoch, R ranks together therefore open F files at most F + R
+times.
 
 A run consists of the end of one file (*head*), whole files (*body*) and the beginning
 of one file (*tail*). The slot alternates between these parts, so that it is always at

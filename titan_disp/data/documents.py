@@ -39,8 +39,8 @@ _READ = 1 << 18  # decompressed bytes
 class _Zstd(io.RawIOBase):
     """The decompressed content of a zstd file, by pyarrow.
 
-    pyarrow drops what a failing read has decompressed. The file is then decompressed
-    again up to this read, and byte by byte from there on.
+    When a read fails, pyarrow drops what this read has decompressed. The file is then
+    decompressed again up to the place of this read, and byte by byte from there on.
     """
 
     def __init__(self, stored: io.BufferedReader) -> None:

@@ -439,7 +439,7 @@ _LONGEST_ROW = 8
 def table_rows(
     stream: Any, max_bytes: int, field: str, delimiter: str
 ) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column of a table in CSV or TSV.
+    """Yield the texts in one column of a CSV or TSV table.
 
     Raises OtherContent if there is no such column, and DamagedFile where the rest is not
     a table.
@@ -488,8 +488,8 @@ def table_rows(
 
 
 def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column of an Arrow file, in the format for files or for
-    streams (as ``datasets`` writes it).
+    """Yield the texts in one column of an Arrow file. The file is in Arrow's file
+    format or in its stream format, which ``datasets`` writes.
 
     Raises OtherContent if there is no such column.
     """
@@ -600,7 +600,7 @@ def parquet_records(
 
 
 def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the texts of one column of a batch of rows.
+    """Yield the texts in one column of a batch of rows.
 
     Raises pyarrow.ArrowInvalid if the batch is damaged.
     """

@@ -184,7 +184,7 @@ def _junctions(texts: Iterable[str]) -> str:
     """Return a pattern for the places between two characters, except places inside one
     of ``texts``.
 
-    If a text has a beginning of two characters or more, ``texts`` must contain it, too.
+    ``texts`` must also contain every beginning of a text, from two characters on.
     """
     # the first character of each text, by its last character and its middle
     beginnings: dict[str, dict[str, str]] = defaultdict(lambda: defaultdict(str))

@@ -3,9 +3,9 @@ have to guess.
 
 For each file, the index holds the number of documents, the bytes of their text, a hash
 of every text and of the whole file, and the places where reading can begin
-(``blocks``). Reading can begin at lines of JSON and paragraphs of text, if they are not
-compressed, at row groups of Parquet, and at documents of token ids. In a gzip or zstd
-file, a document can only be found by unpacking everything before it.
+(``blocks``). Reading can begin at row groups of Parquet, at documents of token ids,
+and, if a file is not compressed, at lines of JSON and paragraphs of text. In a gzip or
+zstd file, a document can only be found by unpacking everything before it.
 """
 
 import hashlib
@@ -214,8 +214,8 @@ def _load(path: Path, with_hashes: bool) -> FileIndex | None:
 def _reasons_to_reindex(
     index: FileIndex | None, about: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the reasons why an index does not describe the present file, by the facts
-    that differ.
+    """Return {a fact that differs: the reason why an index does not describe the
+    present file}.
     """
     if index is None:
         return {

@@ -566,8 +566,8 @@ def _counts(paths: Iterable[str]) -> str:
 def on_rank_0(
     function: Callable[..., T], *args: Any, group: dist.ProcessGroup | None = None
 ) -> T:
-    """Return the result of ``function``, which only rank 0 calls, on all ranks. An error
-    of the function is raised on all ranks.
+    """Return, on all ranks, the result of ``function``, which only rank 0 calls. An
+    error of the function is raised on all ranks.
 
     This is a collective call of ``group``, which must hold all ranks. If hundreds of
     ranks listed the files, the hub would answer 429 and a shared file system would be

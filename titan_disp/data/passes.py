@@ -65,7 +65,7 @@ class _Pass:
     """One sequential read of a file, for some slots of this rank in one epoch.
 
     Attributes:
-        queues: by slot.
+        queues: the queue of each slot, by slot.
         queued: bytes in all queues.
         end: the end of the file, once it is reached.
     """
@@ -108,8 +108,9 @@ class _Pass:
         return queue is not None and queue.start < visits.first[visit + 1]
 
     def advance(self, slot: int) -> None:
-        """Read the next document, and queue it for its owner if that slot wants it. At
-        the end of the file, or where it is damaged, set ``end`` and close the file.
+        """Read the next document, and queue it for the slot that owns it, if that slot
+        wants it. At the end of the file, or where the file is damaged, set ``end`` and
+        close the file.
 
         ``slot`` waits for a document. If the queues hold too much, the pass stops
         feeding another slot. Raises DataError as ``Documents.read`` does.
@@ -257,7 +258,7 @@ class Passes:
 
     def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:
         """Return a new pass over a file, for this slot and for the rank's other slots
-        that still want it in this epoch. The file is opened when it is read.
+        that still want the file in this epoch. The first read opens the file.
         """
         queues = {slot: _Queue(segment, start)}
         for other in self.positions[slot].assignment.owners(segment.file, epoch):

@@ -114,9 +114,9 @@ class Shuffle:
         """Return the number of documents of the next window, which may hold fewer if
         they are long or the epoch ends.
 
-        An epoch's first window is shorter, from 1 to W, spread evenly over the slots.
-        Otherwise all slots would refill at the same time, and the windows of two epochs
-        would hold the same documents of a file.
+        An epoch's first window has 1 to W documents, a number that is spread evenly
+        over the slots. Otherwise all slots would refill at the same time, and the
+        windows of two epochs would hold the same documents of a file.
         """
         position = self.cursor.position
         if position.window:

@@ -375,8 +375,8 @@ class Reading:
             name = f"source {self.source}: "
         if self.amplification > MOST_AMPLIFIED and self.largest > MUCH:
             yield (
-                f"data: {name}in an epoch, all ranks together read the stored bytes "
-                f"{self.amplification:.0f} times, and one rank reads up to "
+                f"data: {name}all ranks together read the stored bytes "
+                f"{self.amplification:.0f} times in an epoch, and one rank reads up to "
                 f"{byte_size(self.largest, 3)}, because "
                 f"{counted(self.files, 'file')} cannot be divided better among "
                 f"{counted(self.ranks, 'rank')}: split the data into at least as many "

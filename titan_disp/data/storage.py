@@ -324,7 +324,7 @@ class _Answer:
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
     """Return the place of an answer's first byte: ``begin``, or 0 if the server does
-    not support ranges. Raises OSError if it answers something else.
+    not support ranges. Raises OSError if the server answers something else.
     """
     headers = response.headers
     place = headers.get("Content-Range", "")

@@ -11,8 +11,8 @@ files say which split they belong to. For other data sets, ``titan-disp data fet
 writes a record into the mirror for each split whose chosen files are complete. The
 mirror can then be read without the hub and the README.
 
-Object stores (S3, stores like S3, and Google Cloud Storage) are read through fsspec. If
-a URL names files on the hub, these are, too.
+Object stores (S3, stores like S3, and Google Cloud Storage) are read through fsspec.
+Files on the hub that a URL names are also read through fsspec.
 """
 
 import json
@@ -440,8 +440,8 @@ os.register_at_fork(after_in_child=_store.cache_clear)
 
 
 def ask(url: str, method: str, **options: Any) -> Any:
-    """Return the result of a method of a URL's store. The default of the option timeout
-    is ``REQUEST_SECONDS``.
+    """Return what ``method`` of the URL's store returns. The default of the option
+    timeout is ``REQUEST_SECONDS``.
     """
     store = _store(url.split("://")[0])
     if store.async_impl:  # the hub's requests have their own time-out
@@ -458,8 +458,8 @@ def etag_of(info: Mapping[str, Any]) -> str:
 
 
 def at_commit(url: str, where: str) -> str:
-    """Return a URL of the hub with the commit in place of the revision, and a URL of S3
-    or Google Cloud Storage unchanged.
+    """Return a URL, in which the commit replaces the revision if it is a URL of the
+    hub. A URL of S3 or Google Cloud Storage stays unchanged.
 
     Raises ConfigError for any other URL.
     """

@@ -88,8 +88,9 @@ class RankStreams:
         """Return an iterator that reads up to the positions of a resume, and yields the
         progress, the last time at the end.
 
-        Errors of files are not raised: ``Slot.fill`` meets them again. (Without this,
-        ``Slot.fill`` would read up to the positions, one file after the other.)
+        Errors of files are not raised, because ``Slot.fill`` meets them again. (Without
+        this method, ``Slot.fill`` would read up to the positions, one file after the
+        other.)
         """
         return self.passes.seek(self.executor)
 
@@ -133,8 +134,8 @@ class RankStreams:
         return [self._ids(content).astype(np.int32, copy=False) for content in contents]
 
     def _ids(self, content: str | np.ndarray) -> np.ndarray:
-        """Return the ids of a text or of stored ids, which end in the separator unless
-        stream.separator is "none".
+        """Return the ids of a text, or stored ids. The result ends in the separator
+        unless stream.separator is "none".
         """
         if isinstance(content, str):
             return np.asarray(self.encode(content), dtype=np.int32)
@@ -157,7 +158,7 @@ class Slot:
 
     Attributes:
         position: [k] int64, after the last sequence that ``fill`` has written. The
-            cursor's position is that of the documents read ahead.
+            cursor's position is further on, after the documents read ahead.
         source: returns the slot's documents one by one.
     """
 
@@ -253,8 +254,8 @@ def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
 def empty_rows(
     count: int, options: StreamOptions, dtype: type = np.int64
 ) -> list[np.ndarray]:
-    """Return arrays [count, seq_len + 1], not filled, for rows of ``Slot.fill``: one of
-    tokens, and a second one of segments (int32) if ``options.segments``.
+    """Return arrays [count, seq_len + 1], not filled, for rows of ``Slot.fill``: an
+    array of tokens, and, if ``options.segments``, an array of segments (int32).
     """
     dtypes = [dtype, np.int32] if options.segments else [dtype]
     return [np.empty((count, options.seq_len + 1), dtype) for dtype in dtypes]
@@ -345,7 +346,7 @@ def worker_signals(worker: int) -> None:
 
     SIGTERM from the rank itself still ends the worker: multiprocessing sends it when
     Python exits, and then waits. The rank's death ends the worker, too. DataLoader's own
-    check for that would wait forever for the pipe to be read.
+    check for the rank's death would wait forever for the pipe to be read.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

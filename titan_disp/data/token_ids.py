@@ -386,8 +386,8 @@ class _MegatronIndex:
 
 
 def blocks_of(file: DataFile) -> Blocks | None:
-    """Return the blocks of a file of Megatron-LM, with equal numbers of documents, or
-    None for a damaged file and any other file.
+    """Return the blocks of a file of Megatron-LM, with equal numbers of documents.
+    Return None for a damaged file, and for a file of another kind.
 
     Raises ConfigError if sequences or documents in the .idx are not in order.
     """

@@ -115,7 +115,7 @@ class TextTokenizer(HuggingFaceTokenizer):
         as in transformers, and other files as in TorchTitan.
 
         TorchTitan takes merges that begin with # for comments. Raises ConfigError if
-        vocab.json is that of another class than GPT-2's, which splits text differently.
+        vocab.json is of a class that splits text in another way than GPT-2's.
         """
         folder = Path(tokenizer_path)
         merges = folder / "merges.txt"
@@ -135,8 +135,8 @@ class TextTokenizer(HuggingFaceTokenizer):
         return Tokenizer.from_str(loaded.to_str())
 
     def _infer_special_tokens(self) -> None:
-        """Set BOS and EOS as TorchTitan does, and make words of the added tokens that
-        are not special.
+        """Set BOS and EOS as TorchTitan does, and treat added tokens that are not
+        special as words.
 
         Raises ConfigError if tokenizer_config.json names a BOS or EOS that the tokenizer
         does not have.
@@ -202,7 +202,7 @@ class TextTokenizer(HuggingFaceTokenizer):
 
     def words(self) -> list[str]:
         """Return the added tokens that are not special. Text that spells such a token
-        becomes it.
+        becomes this token.
         """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values() if not token.special]

@@ -108,8 +108,8 @@ def _no_separator(
     files: int,
     options: StreamOptions,
 ) -> str:
-    """Return a sentence about the files of token ids without a separator, ``lacking``,
-    out of ``files`` files.
+    """Return a sentence about ``lacking``, the files of token ids without a separator.
+    ``files`` is the number of all files.
     """
     assert tokenizer.eos_id is not None
     file = lacking[0]

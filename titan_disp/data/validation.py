@@ -1,5 +1,5 @@
-"""Validation runs on the first sequences of the validation split, which are the same in
-every run and on any mesh.
+"""Validation runs on the first sequences of the validation split. These sequences are
+the same in every run and on any mesh.
 """
 
 import time
@@ -66,8 +66,8 @@ def first_sequences(
     count: int,
     asked: str,
 ) -> list[np.ndarray]:
-    """Return the first ``count`` sequences of a split, read as one stream, in
-    ``empty_rows`` of int32.
+    """Return the first ``count`` sequences of a split, which is read as one stream. The
+    arrays are ``empty_rows`` of int32.
 
     Raises RefusedError if the split has fewer sequences, because repeating some would
     give them more weight. ``asked`` says, for the message, how to ask for fewer.

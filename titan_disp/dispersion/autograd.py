@@ -169,8 +169,9 @@ def add_in_backward(
     backward pass.
 
     When a gradient arrives for a layer from the rest of the model, the layer's hook
-    replaces the gradient by the result of ``add``. After the last layer, it calls
-    ``finish``. In a backward pass that does not reach ``value``, hooks do nothing.
+    replaces the gradient by the result of ``add``. The hook of the last layer then
+    calls ``finish``. In a backward pass that does not reach ``value``, hooks do
+    nothing.
 
     Raises:
         RuntimeError: in backward, if no other gradient arrives for a layer, or under

@@ -1,7 +1,7 @@
 """Where GPU and CPU differ: the dtype of matrix products, and compiled pointwise
 operations.
 
-On a GPU, bf16 activations are multiplied on bf16 tensor cores; sums, and everything
+On a GPU, bf16 activations are multiplied on bf16 tensor cores. Sums, and everything
 computed from a cosine, are in float32. In all other cases, everything is computed in
 float32 (float64 stays float64), because bf16 products are slow on a CPU and float16
 could overflow.

@@ -80,8 +80,8 @@ class GPT2DispModelArgs(DispModelArgs):
         return self.context
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Return the distribution in the GPT-2 paper and in transformers. It is narrower
-        for the 2·n_layers matrices whose products are added to the residual.
+        """Return the distribution in the GPT-2 paper and in transformers, which is
+        narrower for the 2·n_layers matrices whose products are added to the residual.
         """
         if len(shape) == 1:
             return Initial(mean=0.0 if name.endswith("bias") else 1.0)
@@ -294,8 +294,8 @@ IN_BLOCK = {
 class GPT2HfAdapter(HfAdapter):
     """Converts weights to and from Hugging Face's GPT2LMHeadModel.
 
-    Its Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys and
-    values are one layer, c_attn. Files on the hub omit the prefix "transformer.".
+    That model's Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys
+    and values are one layer, c_attn. Files on the hub omit the prefix "transformer.".
     """
 
     model_cls = GPT2DispModel

@@ -1,5 +1,5 @@
-"""The output layer and the cross-entropy in one, for a chunk of tokens at a time, so that
-the logits of all tokens never exist at once.
+"""The output layer and the cross-entropy, computed together for one chunk of tokens at
+a time, so that the logits of all tokens never exist at once.
 
 In training, the model returns ``HiddenStates`` instead of logits. The loss's forward
 computes logits, loss and gradients of each chunk, so that backward only scales the

@@ -47,8 +47,8 @@ def parallelize_model(
     """Return the model, which is on the meta device, parallelized in place as the config
     says.
 
-    ``checks.check_config`` must have accepted the config. It refuses combinations that
-    do not work.
+    ``checks.check_config``, which refuses combinations that do not work, must have
+    accepted the config.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")

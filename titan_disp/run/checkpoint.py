@@ -1,7 +1,7 @@
 """This module extends TorchTitan's checkpoint manager so that a run survives failing
 nodes and damaged checkpoints.
 
-docs/resilience.md says what it promises. A checkpoint is *complete* if it has DCP's
+docs/resilience.md says what this promises. A checkpoint is *complete* if it has DCP's
 ``.metadata``, which is written last. If a load or save fails on any rank, all ranks
 learn of it and stop together.
 """
@@ -704,8 +704,8 @@ class DispCheckpointManager(CheckpointManager):
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
 
-        Each rank checks its share of the files, and all ranks return the same. Raises
-        the error of ``_unreadable`` on all ranks if a file cannot be read.
+        Each rank checks its share of the files, and all ranks return the same result.
+        Raises the error of ``_unreadable`` on all ranks if a file cannot be read.
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
@@ -757,7 +757,7 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
-    """Return ``read(folder, *arguments)``, which reads a checkpoint. Its OSError is
+    """Return ``read(folder, *arguments)``, which reads a checkpoint. An OSError is
     raised as the error of ``_unreadable``.
     """
     try:
@@ -777,7 +777,7 @@ def _unreadable(folder: str, error: BaseException) -> CheckpointError:
 
 
 def _agreed(outcome: CheckpointError | str | None) -> str | None:
-    """Return the first reason that a rank has not to load a checkpoint, or None if no
+    """Return the first reason of a rank for not loading a checkpoint, or None if no
     rank has one. If the outcome of a rank is an error, all ranks raise the first such
     error. A collective call.
     """

@@ -67,10 +67,10 @@ class ConsoleFormatter(logging.Formatter):
 def is_for_console(record: logging.LogRecord) -> bool:
     """Return whether the console shows a record.
 
-    The console shows warnings and errors that are not harmless. Of the other records, it
-    shows those that titan-disp's files write to the root logger. Two kinds of records
-    are only in the file: those that TorchTitan's own files write to the root logger,
-    and details that modules write to loggers of their own names.
+    The console shows warnings and errors that are not harmless, and other records that
+    titan-disp's files write to the root logger. Two kinds of records are only in the
+    file: those that TorchTitan's own files write to the root logger, and details that
+    modules write to loggers of their own names.
     """
     if record.levelno > logging.INFO:
         harmless = "|".join(HARMLESS | cpu.HARMLESS)

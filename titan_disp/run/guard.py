@@ -143,7 +143,8 @@ class GuardedOptimizers(OptimizersContainer):
         return torch.cat([of_norm, terms, answers])
 
     def settle(self, late: bool = False) -> None:
-        """Read the message of the newest step and count the step, unless this was done.
+        """Read the message of the newest step and count the step, if this is not done
+        yet.
 
         If the step was skipped, this calls ``on_skip(late)`` or ``at_limit`` on all
         ranks, and raises what they raise.

@@ -19,8 +19,8 @@ WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the step at which a run went back to earlier weights, or None.
 
-    A step back counts only if the run has saved a checkpoint since then: a start that
-    was killed before that has not gone back.
+    A step back counts only if the run has saved a checkpoint since then, because a
+    start that was killed before such a save has not gone back.
     """
     step = None
     for event in events:

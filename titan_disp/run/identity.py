@@ -61,8 +61,8 @@ def of_loss(section: Dispersion) -> dict[str, Any]:
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
-    """Return an identity as a state that checkpoints save. ``read_identity`` reads it
-    before a load, and the load itself leaves it out.
+    """Return an identity as a state that checkpoints save. ``read_identity`` reads the
+    identity before a load, and the load itself leaves it out.
     """
     return {"json": json.dumps(content)}
 
@@ -70,8 +70,8 @@ def to_state(content: dict[str, Any]) -> dict[str, str]:
 def read_identity(checkpoint: str) -> dict[str, Any]:
     """Return a checkpoint's identity, or {} if TorchTitan's own trainer saved it.
 
-    If it cannot be read, raises UnreadableError if the reason may pass, else
-    CheckpointError.
+    If the identity cannot be read, this raises UnreadableError if the reason may pass,
+    else CheckpointError.
     """
     try:
         if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:

@@ -96,8 +96,7 @@ class Heartbeat:
     silent if it hangs, and also if the thread hangs.
 
     A stall in which no rank waits for another, as when a file system hangs, has no
-    time-out.
-    slurm/supervise.py therefore ends a run that is silent for longer than
+    time-out. slurm/supervise.py therefore ends a run that is silent for longer than
     RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
     of every rank's threads into the rank's log, to show which rank hangs.
     """
@@ -279,8 +278,8 @@ class Stragglers:
 
 
 def process_began() -> float:
-    """Return when this process started, in seconds since the epoch; outside of Linux,
-    the present time.
+    """Return when this process started, in seconds since the epoch. Outside of Linux,
+    return the present time.
     """
     with suppress(OSError, ValueError, StopIteration, IndexError):
         ticks = int(process_fields("self")[19])
@@ -294,8 +293,8 @@ def process_began() -> float:
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """Return when SLURM started or requeued the job, or without SLURM, when this
-    process started (s since the epoch).
+    """Return when SLURM started or requeued the job, in seconds since the epoch.
+    Without SLURM, return when this process started.
     """
     with suppress(KeyError, ValueError):
         return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
@@ -478,8 +477,8 @@ class StopRequest:
         return self.reason is not None
 
     def signalled(self) -> bool:
-        """Return whether the request was a signal, to this process or passed on by a
-        job's stop file. If so, the job may continue the run.
+        """Return whether the request was a signal: to this process, or to a job, whose
+        stop file passes the signal on. If so, the job may continue the run.
         """
         return self._signalled
 

@@ -2,8 +2,9 @@
 some seconds, for example because the server of a shared file system restarts
 (docs/run_folder.md has the table).
 
-*Telemetry* (``JsonLines``) never fails: lines that cannot be written wait. Other reads
-and writes are tried again by ``patiently``, and fail when its time is over.
+*Telemetry* (``JsonLines``) never fails, because lines that cannot be written wait.
+Other reads and writes are tried again by ``patiently``, and fail when ``PATIENCE`` is
+over.
 """
 
 import errno

@@ -105,7 +105,8 @@ class CosineVariant(Variant):
     def pair(self) -> PairFunction:
         """The pair function, which returns w and r = dw/dc.
 
-        It should be the same object for equal options, so that compiled code is reused.
+        For equal options, it should be the same object, so that compiled code is
+        reused.
         """
 
     @cached_property
