@@ -171,8 +171,8 @@ def events(run, start, *names):
     path = os.path.join(run, "events.jsonl")
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         for line in file:
-            # A killed process may leave an unfinished line, and another program any
-            # line.
+            # A killed process may leave an unfinished line, and another program may
+            # write any line.
             with contextlib.suppress(ValueError, TypeError, LookupError):
                 event = json.loads(line)
                 if event["job"] == start and event["event"] in names:
@@ -423,8 +423,8 @@ class Supervisor:
 
     def begin(self):
         """Begin a start: at the beginning of the job, or after a failure within it."""
-        # SLURM may use the number of a job again, after its own count has begun anew.
-        # The random digits distinguish the starts.
+        # SLURM may give a new job the number of an old one, if SLURM's count has begun
+        # anew. The random digits distinguish the starts.
         self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
@@ -928,8 +928,8 @@ class Supervisor:
             raise Signalled
         self.used = self.used or self.nodes()[: self.needed()]
         self.environment["TITAN_DISP_ENDPOINT"] = self.endpoint()
-        # torchrun gives ranks 30 s after a SIGTERM by default (torch 2.11 always). Give
-        # them as long as SLURM's signal does.
+        # By default (in torch 2.11, always), torchrun gives ranks 30 s after a SIGTERM.
+        # Here, they get as much time as SLURM's signal gives the job.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.trained = True
         command = self.script(
@@ -1082,7 +1082,7 @@ class Supervisor:
         if signals:
             reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"
         # No error text says which node is faulty. SLURM may say it here, or the check of
-        # the nodes before the next start.
+        # the nodes may say it before the next start.
         down = self._down(self.nodes())
         if down:
             reason += f". SLURM says that {', '.join(down)} cannot run jobs"

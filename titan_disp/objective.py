@@ -361,7 +361,7 @@ class DispersionObjective:
             self._record(losses.detach(), batch)
             return dispersion
         # Every CP rank has the value of the whole sequence, and the trainer adds up the
-        # values: return 1/cp of the value, but the undivided gradient.
+        # values. Therefore return 1/cp of the value, but the undivided gradient.
         part = self._record(losses.detach() / dist.get_world_size(cp_group), batch)
         return dispersion - dispersion.detach() + part
 

@@ -194,7 +194,7 @@ def estimate(
         shard = -(-unsharded_elements // fsdp_degree) * weights_dtype.itemsize
     # The final norm, the output and a tied model's embeddings stay gathered until their
     # backward. Of the blocks, the current and the next one are gathered. Untied
-    # embeddings are not gathered while the output is.
+    # embeddings are not gathered while the output is gathered.
     gathered = rest + 2 * blocks // args.n_layers
     if p.fsdp_reshard_after_forward == "never":
         gathered = unsharded_elements

@@ -169,8 +169,8 @@ def main() -> None:
         job_config = load_config(rest)
         run = Path(job_config.job.dump_folder).absolute()
         folder = earlier(run, args.name) or freeze(job_config, rest, args.name)
-    # The letters of the path are not escaped: slurm/supervise.py may run in Python 3.6
-    # and the locale C, which can pass on their bytes, but not the letters.
+    # The letters of the path are not escaped, because slurm/supervise.py may run in
+    # Python 3.6 and the locale C, which can pass on the letters' bytes, but not letters.
     sys.stdout.buffer.write(
         f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(
             errors="surrogateescape"

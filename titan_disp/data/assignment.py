@@ -230,8 +230,8 @@ class _Source:
         self._line = lru_cache(maxsize=cached_lines)(self._make_line)
 
     def _hash(self, epoch: int, file: int) -> bytes:
-        # A hash instead of a library's shuffle: the order must not change with the
-        # version of Python or numpy. Names of files need not be UTF-8.
+        # A hash instead of a library's shuffle, because the order must not change with
+        # the version of Python or numpy. Names of files need not be UTF-8.
         text = f"{self.seed}/{epoch}/{self.names[file]}"
         return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
 

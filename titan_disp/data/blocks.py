@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
+# 2⁶⁴ / golden ratio, odd. No other number's multiples are spread more evenly.
 STEP = 0x9E3779B97F4A7C15
 
 

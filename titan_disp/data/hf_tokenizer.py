@@ -419,7 +419,7 @@ def write_tokenizer(
     settings = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
     _write_config(dest, special | settings, seq_len)
     # Segmentations of a run of one character can be equally probable. Rounding decides
-    # their order: SentencePiece computes in float32, tokenizers in float64.
+    # their order, and SentencePiece computes in float32, but tokenizers in float64.
     is_unigram = isinstance(converted.model, models.Unigram)
     _check_written(
         dest,

@@ -385,8 +385,8 @@ class Encoder:
 
 CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
 _OFF = "set stream.fast_tokenizer = false"
-# tokenizers whose ids were compared: `data digest` makes a loader for every rank with
-# the same tokenizer
+# tokenizers whose ids were compared. (`data digest` makes a loader for every rank with
+# the same tokenizer.)
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
 _SUPPORTED_MODELS = (
     "it supports SentencePiece models of type BPE with byte fallback, without "

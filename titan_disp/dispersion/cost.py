@@ -13,8 +13,8 @@ class Cost(NamedTuple):
     gathered: float  # elements of an all-gather, in the dtype of the tokens
     reduced: float  # elements of an all-reduce, in float32
     # Bytes that a GPU reads and writes outside of matrix products, for bf16 tokens.
-    # benchmarks/gpu_cost.py --no-kernel counted them: the Triton kernel is not
-    # measured yet.
+    # benchmarks/gpu_cost.py --no-kernel counted them. (The Triton kernel is not
+    # measured yet.)
     bytes: float
 
 

@@ -51,7 +51,7 @@ def gram(u: Tensor) -> Tensor:
     """
     batch, _, f = u.shape
     if u.device.type != "cpu":
-        # No blocks on a GPU: even the whole product is too small to fill the GPU.
+        # No blocks on a GPU, as even the whole product is too small to fill the GPU.
         return product(u.transpose(1, 2), u)
     m = u.new_empty((batch, f, f), dtype=accumulation_dtype(u.dtype))
     for i in range(0, f, GRAM_BLOCK):

@@ -314,9 +314,9 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
     stands for its transpose.
     """
     s = shard.scale.new_zeros(len(shard.x))
-    # If no tile is left out, W need not be initialized: the first row of tiles writes
-    # all of it. The first span writes W of the top rows, and each span writes W of the
-    # tokens in its columns.
+    # If no tile is left out, W need not be initialized, because the first row of tiles
+    # writes all of W. The first span writes W of the top rows, and each span writes W of
+    # the tokens in its columns.
     all_written = shard.marks is None or shard.marks.ranges is None
     new = torch.empty_like if all_written else torch.zeros_like
     w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))

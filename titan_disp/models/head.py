@@ -133,8 +133,8 @@ def loss_and_gradient(
     The logits are h @ weightᵀ. ``weight`` has this rank's rows, which begin with row
     ``first`` of the vocabulary.
     """
-    # The logits are computed here, because a caller could not free them: ``partial`` and
-    # torch.compile hold references to arguments.
+    # The logits are computed here. If they were an argument, the caller could not free
+    # them, because ``partial`` and torch.compile hold references to arguments.
     dtype = weight.dtype
     p = (h @ weight.T).float()
     counts = labels != IGNORE_INDEX
@@ -155,7 +155,7 @@ def loss_and_gradient(
     total, target = sums
     loss = torch.where(counts, total.log() - target, 0)
     gradient = p.mul_((counts / total)[:, None]).to(dtype)
-    # In float32: bfloat16 has no number between a probability of 0.998 and 1.
+    # In float32, as bfloat16 has no number between a probability of 0.998 and 1.
     of_label = target.exp() / total - 1
     gradient[at] = torch.where(has_row, of_label, gradient[at]).to(dtype)
     return loss, gradient

@@ -93,7 +93,7 @@ class CosineVariant(Variant):
     """
 
     of_pairs: ClassVar[bool] = True
-    # If w is the quadratic b c + ½ d c², set this to (b, d): where F < N, the exact form
+    # If w is the quadratic b c + ½ d c², set this to (b, d). Where F < N, the exact form
     # then takes time linear in N.
     quadratic: ClassVar[tuple[float, float] | None] = None
 
