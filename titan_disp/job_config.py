@@ -298,11 +298,11 @@ class Stream:
     max_skipped_fraction: float = key(0.01, least=0, most=1)
     """Largest fraction of the data that may be skipped, counted over all ranks. After
     the first 1000 documents, the run stops at the next logged step if it has skipped
-    more than this fraction of the documents or of the bytes of text. It also stops
-    there if more than this fraction of the files, and at least 10 files per epoch,
-    ended early. After 1000 bad documents in a row, the rest of a file is skipped, and
-    the file counts as one that ended early. The rest is not skipped if the file is
-    itself more than this fraction of the data (or of its source).
+    more than this fraction of the documents or of the bytes of text. It also stops at a
+    logged step if more than this fraction of the files, and at least 10 files per
+    epoch, ended early. After 1000 bad documents in a row, the rest of a file is
+    skipped, and the file counts as one that ended early. The rest is not skipped if the
+    file is itself more than this fraction of the data (or of its source).
     """
 
     left_out: list[str] = key(list)
