@@ -333,10 +333,9 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree "
             f"{shard} × context_parallel_degree {cp} × tensor_parallel_degree {tp} = "
             f"{replicate * shard * cp * tp}, but the number of ranks is {world_size}: "
-            "set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = "
-            "-1, which then follows from the number of ranks, or use another number of "
-            "ranks. With data_parallel_replicate_degree = -1, fewer ranks than shards "
-            "also make fewer shards"
+            "set data_parallel_replicate_degree = -1 (then fewer ranks also make fewer "
+            "shards) or data_parallel_shard_degree = -1, so that this degree follows "
+            "from the number of ranks, or use another number of ranks"
         )
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
