@@ -1212,7 +1212,7 @@ class Supervisor:
 
     def _update(self, setting):
         """Change a setting of this job, and return whether SLURM accepted it. SLURM
-        permits it only for pending jobs, such as this one after its requeue.
+        permits this only for pending jobs, such as this job after its requeue.
         """
         job = "JobId=" + self.address
         status, _ = self.insist("scontrol", "update", job, setting)

@@ -371,8 +371,8 @@ class DispersionObjective:
         """Return a scalar 0, whose backward computes the losses and adds their gradients.
 
         The losses' gradients are multiplied by the gradient of the scalar, which
-        includes λ because the caller multiplies the scalar by λ. ``coeff`` is λ too:
-        backward adds λ · dispersion to ``_late``.
+        includes λ because the caller multiplies the scalar by λ. ``coeff`` is also λ,
+        because backward adds λ · dispersion to ``_late``.
         """
         self._awaited.add(batch)
         self._last = batch

@@ -1,5 +1,5 @@
-"""This module reads the bytes of a file: on a local or shared file system, or on the
-hub. Failed reads are tried again.
+"""This module reads the bytes of a file: on a local or shared file system, in an object
+store, or on the hub. Failed reads are tried again.
 
 A file on the hub is read by one request that is held open. Only its content is
 requested, because its place and size were found once, on rank 0. ``HfFileSystem`` would
