@@ -72,10 +72,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # No bytes in paths or in the output of commands may end the job, even if the locale is
 # C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
-# RUN/job.json: the job and its number of restarts when it was written; failures in a
-# row without a new checkpoint; the step of the newest checkpoint; how often checkpoints
-# of repeated steps have ended such a row; the last failure; the nodes that the job has
-# excluded by itself
+# RUN/job.json: the job and its number of restarts when the file was written; failures
+# in a row without a new checkpoint; the step of the newest checkpoint; how often such a
+# row was ended by a checkpoint of steps that were repeated; the last failure; the nodes
+# that the job has excluded by itself
 JOB = {
     "job": "",
     "restart": 0,
@@ -87,8 +87,8 @@ JOB = {
 }
 
 
-# The next state and the reason for it; the exit status if it is END or GIVE_UP; the
-# seconds to wait if it is REQUEUE.
+# The next state and the reason for it; the exit status if this state is END or GIVE_UP;
+# the seconds to wait if this state is REQUEUE.
 Outcome = collections.namedtuple("Outcome", "state reason status pause")
 Outcome.__new__.__defaults__ = ("", 0, 0)
 
@@ -98,9 +98,7 @@ class Signalled(Exception):
 
 
 class Failure(Exception):
-    """An error that makes this start of the job a failure; the message is the
-    reason.
-    """
+    """An error that makes this start a failure. The message is the reason."""
 
 
 def show(text):
@@ -173,8 +171,8 @@ def events(run, start, *names):
     path = os.path.join(run, "events.jsonl")
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         for line in file:
-            # A killed process may leave an unfinished line, and another program any
-            # line.
+            # A killed process may leave an unfinished line, and another program may
+            # write any line.
             with contextlib.suppress(ValueError, TypeError, LookupError):
                 event = json.loads(line)
                 if event["job"] == start and event["event"] in names:
@@ -211,7 +209,9 @@ def of_ranks(run, start, name):
 
 
 def first_error(run, start):
-    """Return the message of the rank that failed first and its file, or ""."""
+    """Return the message of the rank that failed first, and the path of the message's
+    file, as one text, or "".
+    """
     errors = []
     for _, _, path in of_ranks(run, start, "error.json"):
         # A node that died may have left an unfinished file, which must not hide the
@@ -233,7 +233,7 @@ def stacks(run, start):
     for node, rank, path in of_ranks(run, start, "stderr.log"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - (1 << 16)))
-            # how a dump of Python's faulthandler begins
+            # A dump of Python's faulthandler begins with "Timeout (".
             _, mark, dump = file.read().decode(errors="replace").rpartition("Timeout (")
             # The dump has the newest thread first and the main thread last.
             frame = re.search(
@@ -251,7 +251,8 @@ def gpus_asked(environment):
     if this is unknown.
     """
     names = ["SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"]
-    # Without these two, the ranks run on CPUs, or the number of GPUs is unknown.
+    # Without these two variables, the ranks run on CPUs, or the number of GPUs is
+    # unknown.
     if any(name in environment for name in names):
         names.insert(0, "TITAN_DISP_NPROC")
     for name in names:
@@ -341,8 +342,8 @@ def kill_group(process):
 class Supervisor:
     """One job until it ends or is requeued.
 
-    ``argv``: CONFIG and overrides; ``signals``, ``pointer``: files, see above; ``here``:
-    the folder of the scripts.
+    ``argv``: CONFIG and overrides. ``signals``, ``pointer``: the paths of the files
+    SIGNALS and POINTER (see above). ``here``: the folder of the scripts.
     """
 
     def __init__(self, argv, signals, pointer, environment, of_array=False, here=HERE):
@@ -353,8 +354,8 @@ class Supervisor:
         self.job = self.environment["SLURM_JOB_ID"]
         self.restart = int(self.environment.get("SLURM_RESTART_COUNT") or 0)
         # The name of this job in SLURM's commands. One task of an array has the same
-        # number as the array, which would mean all tasks. (A job that a task has
-        # submitted inherits these variables, but is not a task.)
+        # number as the whole array, and this number would mean all tasks. (A job that a
+        # task has submitted inherits these variables, but is not a task.)
         self.address = self.job
         if of_array:
             task = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}"
@@ -388,7 +389,7 @@ class Supervisor:
         self.begin()
 
     def _read_settings(self):
-        """Read and check the variables that pretrain.sbatch lists; raise Failure if one
+        """Read and check the variables that pretrain.sbatch lists. Raise Failure if one
         is wrong.
         """
         item = r"(?:now|\d{1,4})"
@@ -422,8 +423,8 @@ class Supervisor:
 
     def begin(self):
         """Begin a start: at the beginning of the job, or after a failure within it."""
-        # SLURM may use the number of a job again, after its own count has begun anew.
-        # The random digits distinguish the starts.
+        # SLURM may give a new job the number of an old one, if SLURM's count has begun
+        # anew. The random digits distinguish the starts.
         self.start = f"{self.job}.{self.restart}.{os.urandom(3).hex()}"
         self.environment["TITAN_DISP_START"] = self.start
         self.starts += 1
@@ -473,8 +474,8 @@ class Supervisor:
     # ---- the cluster's commands
 
     def call(self, *command, loud=False):
-        """Run a quick command, and return its status and stdout. The status is 127 if it
-        cannot run or takes a minute; the stdout is "" unless the status is 0.
+        """Run a quick command, and return (status, stdout). The status is 127 if the
+        command cannot run or takes a minute. The stdout is "" unless the status is 0.
         """
         try:
             done = subprocess.run(
@@ -492,7 +493,7 @@ class Supervisor:
 
     def insist(self, *command, tries=6):
         """Run a quick command until its status is 0, because slurmctld may be busy or
-        failing over; return what ``call`` returns.
+        failing over. Return what ``call`` returns.
         """
         for pause in ((0,) + self.requeue_pauses)[:tries]:
             time.sleep(pause)
@@ -550,8 +551,8 @@ class Supervisor:
         return names + self.heard
 
     def hostnames(self, names):
-        """Return the names in a list of nodes in SLURM's form, such as gpu[01-80]. Raises
-        Failure if scontrol fails.
+        """Return the names of the nodes that SLURM writes in a short form, such as
+        gpu[01-80]. Raises Failure if scontrol fails.
         """
         status, text = self.insist("scontrol", "show", "hostnames", names)
         if status:
@@ -575,11 +576,11 @@ class Supervisor:
         )
 
     def begin_step(self, command, nodes=None, kill=True, **options):
-        """Begin a command with srun on these nodes, or on all: one task on each node, with
-        all of its memory and cores.
+        """Begin a command with srun on these nodes, or on all nodes. There is one task
+        on each node, with all memory and cores of the node.
         """
-        # --cpus-per-task would be one number for all nodes: too large for some, and too
-        # small for all cores of others.
+        # --cpus-per-task would be one number for all nodes. It would be too large for
+        # some nodes, and too small to use all cores of others.
         chosen = []
         if nodes not in (None, self.hosts):
             chosen = [
@@ -768,7 +769,7 @@ class Supervisor:
 
     def _await(self, process, end):
         """Return the lines and the status of a process. After ``check_seconds``, call
-        ``end`` with the process; the status is then None. Raises Signalled if a signal
+        ``end`` with the process. The status is then None. Raises Signalled if a signal
         has come, even if the process has ended.
         """
         lines = []
@@ -889,8 +890,8 @@ class Supervisor:
         return False
 
     def ask_to_stop(self):
-        """Write the stop file atomically: an empty file, as a full disk leaves it, would
-        look like a user's request, and no later start would train.
+        """Write the stop file atomically. (An empty file, as a full disk leaves it,
+        would look like a user's request, and no later start would train.)
         """
         if self.held() or self.owner():  # a user's file asks for the same
             return
@@ -904,11 +905,10 @@ class Supervisor:
 
     def endpoint(self):
         """Return HOST:PORT on the first node that trains, where the ranks of this start
-        meet. Whether the port is free is tried on this script's node, which is usually
-        the same node.
+        meet. The port is free on this script's node, which is usually the same node.
         """
-        # Two jobs on one node must not use the same port, such as tasks of an array,
-        # whose numbers are neighbours. Linux's ephemeral ports begin at 32768.
+        # Two jobs on one node must not use the same port. Tasks of an array have
+        # neighbouring numbers. Linux's ephemeral ports begin at 32768.
         number = int(self.job) + 1009 * self.restart + 101 * (self.starts - 1)
         first = int(self.port or 20000 + number % 10000)
         tries = 1 if self.port else 100
@@ -921,15 +921,15 @@ class Supervisor:
         )
 
     def train(self):
-        """Run torchrun on every node until it ends, or until the run is silent for
-        longer than it allows itself.
+        """Run torchrun on every node until torchrun ends, or until the run is silent
+        for longer than its heartbeat allows.
         """
         if self.signalled():
             raise Signalled
         self.used = self.used or self.nodes()[: self.needed()]
         self.environment["TITAN_DISP_ENDPOINT"] = self.endpoint()
-        # torchrun gives ranks 30 s after a SIGTERM by default (torch 2.11 always). Give
-        # them as long as SLURM's signal does.
+        # By default (in torch 2.11, always), torchrun gives ranks 30 s after a SIGTERM.
+        # Here, they get as much time as SLURM's signal gives the job.
         self.environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(self.lead))
         self.trained = True
         command = self.script(
@@ -945,8 +945,8 @@ class Supervisor:
         return Outcome(DECIDE, f"training ended with status {self.status}")
 
     def _watch(self, process):
-        """Wait for the end of training. After a signal, ask the ranks to stop; end the
-        step if the run is silent, or still saves when the time limit is near.
+        """Wait for the end of training. After a signal, ask the ranks to stop. End the
+        step if the run is silent, or if it still saves when the time limit is near.
         """
         deadline = None
         while process.poll() is None:
@@ -954,7 +954,7 @@ class Supervisor:
                 names = " and ".join(self.signalled())
                 say(f"{names} received: asking all ranks to save and stop")
                 within(self.patience, self.ask_to_stop)
-                # 0 seconds are left beyond the limit, if SLURM permits that
+                # If SLURM lets a job run beyond its time limit, 0 seconds are left.
                 remaining = self.time_left(self.lead) or self.lead
                 # the last seconds, in which the step is killed and the job requeued
                 last = min(45.0, self.lead / 2, remaining / 2)
@@ -981,7 +981,8 @@ class Supervisor:
             if beat:  # a rank that fails deletes it
                 self.waits_for = str(beat.pop("waits_for", ""))
             if beat != self.beat:
-                # The time of the file is not used: it is from the file server's clock.
+                # The file's own time is not used, because the file server's clock set
+                # it.
                 self.beat_time = time.monotonic()
                 self.beat = beat
             time.sleep(self.pause)
@@ -1081,7 +1082,7 @@ class Supervisor:
         if signals:
             reason = f"asked to stop ({signals[0]}) but not saved in time; {reason}"
         # No error text says which node is faulty. SLURM may say it here, or the check of
-        # the nodes before the next start.
+        # the nodes may say it before the next start.
         down = self._down(self.nodes())
         if down:
             reason += f". SLURM says that {', '.join(down)} cannot run jobs"
@@ -1211,7 +1212,7 @@ class Supervisor:
 
     def _update(self, setting):
         """Change a setting of this job, and return whether SLURM accepted it. SLURM
-        permits it only for pending jobs, such as this one after its requeue.
+        permits this only for pending jobs, such as this job after its requeue.
         """
         job = "JobId=" + self.address
         status, _ = self.insist("scontrol", "update", job, setting)
@@ -1321,7 +1322,7 @@ class Supervisor:
 
 def watch(script, supervisor):
     """Requeue the job if the batch script is killed. Otherwise SLURM would end the job
-    for good. (It ends this program within moments.)
+    for good. (SLURM ends this program within moments.)
     """
     while os.getppid() == script:
         time.sleep(0.1)

@@ -290,7 +290,7 @@ def test_a_failed_save(start, monkeypatch):
     monkeypatch.setattr(FileSystem, "create_stream", full_disk)
     with pytest.raises(
         CheckpointError,
-        match=r"step 4 could not be saved.*No space.*The last good one is step 3\.",
+        match=r"step 4 could not be saved.*No space.*last good checkpoint is step 3\.",
     ):
         run.save(4)
     assert run.events == [("checkpoint", 2), ("checkpoint", 3), ("save_failed", 4)]
@@ -343,7 +343,7 @@ def test_an_asynchronous_save_that_failed(start, monkeypatch):
     assert run.manager.save_has_failed()
     with pytest.raises(
         CheckpointError,
-        match=r"step 2 could not be saved.*No space left.*last good one is step 1",
+        match=r"step 2 could not be saved.*No space.*last good checkpoint is step 1",
     ):
         run.save(3)
     assert run.events == [("checkpoint", 1), ("save_failed", 2)]

@@ -222,7 +222,7 @@ def test_keys_of_torchtitan(run, sample, tmp_path):
         (
             "training.global_batch_size",
             8,
-            "stream.slots: 16 then, 8 now. The slots are training.global_batch_size",
+            "stream.slots: 16 then, 8 now. The number of slots is training.global_",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -140,7 +140,7 @@ def test_token_ids_without_the_separator(sample, chat, tmp_path):
         f"{path}/a.bin: no separator of documents, 2048 '{TURN}', is among the first "
         "1,000,000 ids (the same holds for 1 file of 1). "
     )
-    assert f"At intervals come 0 '{TEXT}' (1,333 times, every 100 ids)" in warning
+    assert f"Ids at intervals: 0 '{TEXT}' (1,333 times, every 100 ids)" in warning
     assert warning in make_plan(job, Machine(1, 1)).warnings
     check_inputs(job)
     masked = job_of(sample, chat, *data, "--stream.separator", TURN, MASKED)

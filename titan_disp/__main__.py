@@ -1,8 +1,8 @@
 """``titan-disp …`` and ``python -m titan_disp …`` run this module.
 
 The loss needs only PyTorch, but the command line needs all packages that titan-disp
-requires. This module needs none of them: it names a missing package, and prints the
-version of titan-disp.
+requires. This module needs none of these packages, so that it can name a missing one
+and print the version of titan-disp.
 """
 
 import re

@@ -1,11 +1,12 @@
 """These checks refuse a config that cannot work, with one message that says what to
 change.
 
-Every start of training runs them, and so do plan, preflight, submit, sweeps and the
-node check. They build no model and need no GPU. ``check_inputs`` also opens the data,
-the tokenizer and the checkpoint that the config names. Each raises ConfigError for the
-first problem that it finds. Other checks are elsewhere: ``cluster.preflight`` runs one
-real step, and ``cluster.job_check`` runs these checks for a SLURM job.
+Every start of training runs these checks, and so do plan, preflight, submit, sweeps and
+the node check. They build no model and need no GPU. ``check_inputs`` also opens the
+data, the tokenizer and the checkpoint that the config names. Each check raises
+ConfigError for the first problem that it finds. Other checks are elsewhere:
+``cluster.preflight`` runs one real step, and ``cluster.job_check`` runs these checks
+for a SLURM job.
 """
 
 import copy
@@ -151,7 +152,7 @@ def nearest_hint(
     job_config: JobConfig, count: int, noun: str, ranks_each: int = 1
 ) -> str:
     """Return the end of a message: the next smaller and the next larger number of ranks
-    or nodes that would work. It is empty if there are none.
+    or nodes that would work. The end is empty if there are no such numbers.
 
     Args:
         job_config: the config before ``check_mesh``, which replaces degrees of −1.
@@ -275,11 +276,11 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     """Replace data_parallel_replicate_degree = −1 by the number of replicas that the
     ranks allow.
 
-    A second call changes nothing. With −1, the shard degree is an upper bound: 8 is
-    right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which hold one
-    replica. TorchTitan 0.2.2 does not accept −1, so call this before TorchTitan sees
-    the config. The number of ranks must be a multiple of the degrees of context and
-    tensor parallelism.
+    A second call changes nothing. With −1, the shard degree is an upper bound. For
+    example, 8 is right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which
+    hold one replica. TorchTitan 0.2.2 does not accept −1, so call this before
+    TorchTitan sees the config. The number of ranks must be a multiple of the degrees of
+    context and tensor parallelism.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -332,9 +333,9 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
             f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree "
             f"{shard} × context_parallel_degree {cp} × tensor_parallel_degree {tp} = "
             f"{replicate * shard * cp * tp}, but the number of ranks is {world_size}: "
-            "set data_parallel_replicate_degree = -1 or data_parallel_shard_degree = "
-            "-1, which is then computed from it (the first also makes fewer shards if "
-            "there are fewer ranks), or use another number of ranks"
+            "set data_parallel_replicate_degree = -1 (then fewer ranks also make fewer "
+            "shards) or data_parallel_shard_degree = -1, so that this degree follows "
+            "from the number of ranks, or use another number of ranks"
         )
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
@@ -346,7 +347,7 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
         )
     if job_config.training.enable_cpu_offload and shard * cp == 1:
         raise ConfigError(
-            "training.enable_cpu_offload is true, but only FSDP offloads, and it is "
+            "training.enable_cpu_offload is true, but only FSDP offloads, and FSDP is "
             "off with data_parallel_shard_degree 1: set enable_cpu_offload = false, "
             "or data_parallel_shard_degree ≥ 2"
         )
@@ -379,8 +380,8 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
                 f"embedding of {flavor!r}, and its {args.dim} columns, which FSDP "
                 f"shards in this case, are not a multiple of {shards} "
                 "(data_parallel_shard_degree × context_parallel_degree): set a "
-                f"data_parallel_shard_degree that makes this a divisor of {args.dim}, "
-                "or tensor_parallel_degree = 1"
+                "data_parallel_shard_degree with which this product is a divisor of "
+                f"{args.dim}, or tensor_parallel_degree = 1"
             )
     parts = tp * (2 * cp if cp > 1 else 1)
     if job_config.training.seq_len % parts:

@@ -277,8 +277,8 @@ def _find(commands: Commands, args: Sequence[str], prog: str) -> Command | None:
 def _app(commands: Commands, listed: bool) -> tyro.extras.SubcommandApp:
     """Return the parser of ``commands``.
 
-    Its help has the first paragraph of each description if ``listed``, for a list of
-    subcommands, and otherwise all of the description.
+    If ``listed``, its help is a list of subcommands, with the first paragraph of each
+    description. Otherwise, its help has the whole description.
     """
     app = tyro.extras.SubcommandApp()
     for name, member in commands.items():

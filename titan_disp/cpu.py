@@ -1,5 +1,5 @@
 """This module changes TorchTitan 0.2.2 so that it runs without an accelerator. If there
-is an accelerator, it has no effect. These are the reasons for the changes:
+is an accelerator, nothing is changed. These are the reasons for the changes:
 
 - The device type falls back to "cuda" without a GPU, and modules copy it at import.
 - ``torch.cpu`` lacks the memory statistics and device properties that the metrics read.
@@ -169,7 +169,7 @@ def _give_gloo_groups_one_thread() -> None:
     writes its name to memory that the other has freed. A later allocation then aborts
     the process, for example with "malloc(): unaligned tcache chunk detected". With one
     thread, a group's collectives no longer overlap. This cannot block ranks for ever,
-    as all of them call the collectives of a group in the same order.
+    as all ranks call the collectives of a group in the same order.
     """
     gloo: Any = dist.ProcessGroupGloo
     create = gloo.__init__

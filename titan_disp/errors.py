@@ -10,7 +10,8 @@ from typing import Any
 class UserError(Exception):
     """The user can fix this error.
 
-    The launchers print it once, without a traceback, and exit with ``EXIT_CODE``.
+    The launchers print the error once, without a traceback, and exit with
+    ``EXIT_CODE``.
 
     The message says what was found, what was expected and what to change.
     """
@@ -70,7 +71,7 @@ class CheckpointError(UserError):
 class UnreadableError(CheckpointError):
     """A file of a checkpoint cannot be read at the moment.
 
-    The cause may pass: the file is not necessarily damaged.
+    The cause may pass, and the file is not necessarily damaged.
     """
 
 
@@ -214,7 +215,7 @@ def did_you_mean(
     """Return " (did you mean …?)" for the end of a message, or ``otherwise``.
 
     Args:
-        name: what the user wrote. No name is similar to it unless it is a string.
+        name: what the user wrote. If it is not a string, no name is similar to it.
         candidates: the names that exist.
         otherwise: the result if no name is similar.
         prefix: text before every name shown, such as the section before a key.

@@ -63,8 +63,8 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
     """Yield a path to write to, which gets the name ``path`` when the block ends.
 
     If the block fails, the new file is removed and an older one stays. Readers on other
-    nodes never find half a file. The content is on disk before the file gets its name:
-    if the node crashes, the older file stays, and not an empty one.
+    nodes never find half a file. The content is on disk before the file gets its name.
+    After a crash of the node, the older file is therefore there, not an empty one.
 
     ``by_many``: processes on several nodes may write the same file at the same time.
     """
@@ -144,7 +144,7 @@ def make_writable(folder: Path, what: str) -> None:
 def check_regular(path: str | Path) -> None:
     """Raise ConfigError if a path exists but is not a regular file.
 
-    For example, a read from a named pipe may wait forever. A broken link is refused,
+    A read from a named pipe, for example, may wait forever. A broken link is refused,
     too.
     """
     if os.path.lexists(path) and not os.path.isfile(path):
@@ -166,11 +166,11 @@ def progress(
 ) -> tqdm:
     """Return a progress bar on stderr, which only a terminal shows.
 
-    It disappears when it is closed.
+    The bar disappears when it is closed.
 
     A bar with ``items`` is iterated over, and counts and closes by itself. Without
-    them, call ``update`` and ``close``, or use the bar as a context manager. Bytes (the
-    unit "B") are shown in kB, MB and so on.
+    ``items``, call ``update`` and ``close``, or use the bar as a context manager. Bytes
+    (the unit "B") are shown in kB, MB and so on.
     """
     return tqdm(
         items,

@@ -66,8 +66,8 @@ class Dispersion:
     """
 
     final_norm: bool = key(False, "authors")
-    """Whether to take the last block's activations after the final norm, as the
-    mid-training of the authors' released code does: it takes Hugging Face's
+    """Whether to take the last block's activations after the final norm. The
+    mid-training of the authors' released code does so, because it takes Hugging Face's
     hidden_states[1:], whose last entry is after the norm. The authors' pre-training
     takes the blocks' outputs before the norm, as false does.
     """
@@ -91,9 +91,9 @@ class Dispersion:
     """ε, which is added to the norms of tokens."""
 
     variant: str = key("angular", "paper", modules="dispersion/variants")
-    """The loss to use: one of docs/losses.md, which also lists their options, or your
-    own class by its path, "package.module:Class". An option that the variant does not
-    use must keep its default.
+    """The loss to use: the name of a loss in docs/losses.md, which also lists the
+    options, or the path of your own class, "package.module:Class". An option that the
+    variant does not use must keep its default.
     """
 
     options: Options = key(dict)
@@ -111,9 +111,9 @@ class Dispersion:
     """
 
     estimator: Literal["exact", "moments", "sampled"] = key("exact")
-    """exact takes all pairs of tokens. moments takes all pairs too, in time linear in
-    the sequence (not for every variant). sampled takes the pairs of max_tokens
-    positions per sequence, as the authors' released code does.
+    """exact takes all pairs of tokens. moments also takes all pairs, in time linear in
+    the sequence length, but does not support every variant. sampled takes the pairs of
+    max_tokens positions per sequence, as the authors' released code does.
     """
 
     max_tokens: int = key(256, "authors", least=2, noun="positions")
@@ -191,12 +191,12 @@ class Baseline:
 class Source:
     """Each source is a table [[stream.sources]].
 
-    On the command line, the path of the first one is --stream.sources.0.path.
+    On the command line, the path of the first source is --stream.sources.0.path.
     """
 
     weight: float
     """The source's share of the training tokens, relative to the weights of the other
-    sources; > 0.
+    sources. It must be > 0.
     """
 
     path: str | None = None
@@ -213,8 +213,8 @@ class Source:
 
 @dataclass
 class Stream:
-    """A slot is one of the run's document streams. Its epoch is one time through its
-    share of the documents.
+    """A slot is one of the run's document streams. An epoch of a slot is one time
+    through the slot's share of the documents.
     """
 
     sources: list[Source] = key(list, fixes="data")
@@ -236,7 +236,7 @@ class Stream:
         fixes="model",
     )
     """Whether attention stays within a document. A sequence holds several documents,
-    one after another; by default, as in the paper, a token also attends to the
+    one after another. By default, as in the paper, a token also attends to the
     documents before its own. docs/training.md says more.
     """
 
@@ -268,7 +268,7 @@ class Stream:
     writes, or "memory": the run makes an index at its start (at most 256 MiB of data).
     With an index, all slots get equal shares of the text, a resume reads only what it
     needs, and the blocks of a file are read in another order in every epoch, which
-    mixes sorted files. The order of the documents is another one than without
+    mixes sorted files. The order of the documents is not the same as without an index
     (docs/data.md).
     """
 
@@ -285,8 +285,8 @@ class Stream:
 
     fast_tokenizer: bool = key(False)
     """Whether to tokenize with gigatoken (pip install gigatoken) in place of
-    the tokenizer's own library. gigatoken is many times as fast and gives the same ids:
-    the ids are compared at the start and for one document in a thousand, and the run
+    the tokenizer's own library. gigatoken is many times as fast and gives the same ids.
+    The ids are compared at the start and for one document in a thousand, and the run
     stops if they differ.
     """
 
@@ -296,19 +296,19 @@ class Stream:
     """
 
     max_skipped_fraction: float = key(0.01, least=0, most=1)
-    """Largest fraction of the data that may be skipped, counted over all ranks. When it
-    next logs, the run stops if it has skipped more than this fraction of the documents
-    or of the bytes of text (after the first 1000 documents), or if more than this
-    fraction of the files ended early (and at least 10 per epoch). After 1000 bad
-    documents in a row, the rest of a file is skipped, and the file counts as one that
-    ended early. This does not apply to a file that is itself more than this fraction of
-    the data (or of its source).
+    """Largest fraction of the data that may be skipped, counted over all ranks. After
+    the first 1000 documents, the run stops at the next logged step if it has skipped
+    more than this fraction of the documents or of the bytes of text. It also stops at a
+    logged step if more than this fraction of the files, and at least 10 files per
+    epoch, ended early. After 1000 bad documents in a row, the rest of a file is
+    skipped, and the file counts as one that ended early. The rest is not skipped if the
+    file is itself more than this fraction of the data (or of its source).
     """
 
     left_out: list[str] = key(list)
-    """Names of files that are not read, as the log and the messages write them. A run
-    can go on after a file was removed or has turned out to be bad: it keeps its
-    positions in all other files.
+    """Names of files that are not read, as the log and the messages write the names.
+    With this key, a run can go on after a file was removed or has turned out to be bad.
+    The run keeps its positions in all other files.
     """
 
     max_document_mb: float = key(16.0, above=0, fixes="data")
@@ -427,9 +427,9 @@ class Guard:
 
     silence_seconds: float = key(60.0, above=0, besides=(math.inf,))
     """Rank 0 writes to RUN/heartbeat.json what it is doing. slurm/pretrain.sbatch ends a
-    silent run and starts it again. A run counts as silent after twice the time-out in
-    [comm] or twice its slowest step, whichever is longer (during a save, after
-    save_seconds), plus this many seconds.
+    silent run and starts it again. A run counts as silent if it writes nothing for this
+    many seconds plus the longer of two times: twice the time-out in [comm], and twice
+    its slowest step. During a save, save_seconds take the place of the longer time.
     """
 
     save_seconds: float = key(1800.0, above=0, besides=(math.inf,))
@@ -471,7 +471,7 @@ class Checkpoint:
 
     keep_every: int = key(0, least=0, noun="steps")
     """Every this many steps, a checkpoint is kept forever, in addition to the last
-    keep_latest_k. A multiple of interval. 0: none.
+    keep_latest_k. It must be a multiple of interval. 0: none.
     """
 
     allow_other_loss: bool = key(False)

@@ -39,7 +39,8 @@ class LossLedger:
     Attributes:
         sources: by source of data, the number of this rank's slots (streams of
             documents) that read the source, in the order of the slots. The sequences of
-            a rank come from its slots in turn. If empty, sources have no means.
+            a rank come from its slots in turn. If it is empty, there are no means of
+            single sources.
     """
 
     def __init__(self) -> None:
@@ -164,10 +165,10 @@ def in_backward(
 ) -> bool:
     """Return whether to compute the gradients of losses in a trainer's backward pass.
 
-    This saves memory, and is done if the layers ``zs`` are so large that each is computed
-    alone anyway, and sequences are not sharded. If they are sharded, forward is faster,
-    because it gathers the next layer while it computes one, and a rank saves only its
-    own shard's gradient. Sampled losses save only a few rows.
+    Doing so saves memory. The result is true if the layers ``zs`` are so large that
+    each is computed alone anyway, and sequences are not sharded. If sequences are
+    sharded, forward is faster, because it gathers the next layer while it computes one,
+    and a rank saves only its own shard's gradient. Sampled losses save only a few rows.
     """
     return (
         not sharded
@@ -180,8 +181,8 @@ def in_backward(
 class _Microbatch:
     """The inputs of the losses in one forward pass, except the activations.
 
-    Hooks on the activations hold this object. If it also held the activations, the
-    reference cycle would keep both in memory.
+    Hooks on the activations hold this object. If this object also held the activations,
+    the reference cycle would keep the object and the activations in memory.
     """
 
     ce: Tensor  # detached; summed over this rank's valid tokens
@@ -230,8 +231,8 @@ class DispersionObjective:
     ignore_index: int = -100
     _late: Tensor | None = field(default=None, init=False)
     # The microbatches whose backward passes have not reached all activations. The
-    # references are weak: after an error, a pass that never runs disappears with its
-    # graph. Only ``_last`` keeps the last microbatch.
+    # references are weak, so that after an error, a pass that never runs disappears
+    # with its graph. Only ``_last`` keeps the last microbatch.
     _awaited: WeakSet[_Microbatch] = field(default_factory=WeakSet, init=False)
     _last: _Microbatch | None = field(default=None, init=False)
 
@@ -360,7 +361,7 @@ class DispersionObjective:
             self._record(losses.detach(), batch)
             return dispersion
         # Every CP rank has the value of the whole sequence, and the trainer adds up the
-        # values: return 1/cp of the value, but the undivided gradient.
+        # values. Therefore return 1/cp of the value, but the undivided gradient.
         part = self._record(losses.detach() / dist.get_world_size(cp_group), batch)
         return dispersion - dispersion.detach() + part
 
@@ -370,8 +371,8 @@ class DispersionObjective:
         """Return a scalar 0, whose backward computes the losses and adds their gradients.
 
         The losses' gradients are multiplied by the gradient of the scalar, which
-        includes λ because the caller multiplies the scalar by λ. ``coeff`` is λ too:
-        backward adds λ · dispersion to ``_late``.
+        includes λ because the caller multiplies the scalar by λ. ``coeff`` is also λ,
+        because backward adds λ · dispersion to ``_late``.
         """
         self._awaited.add(batch)
         self._last = batch

@@ -1,5 +1,5 @@
-"""This module repeats attempts that failed for a reason that may pass, of a file system
-or of the hub. The pauses between the attempts grow.
+"""This module repeats attempts that failed because of a file system or the hub, if the
+reason may pass. The pauses between the attempts grow.
 """
 
 import errno
@@ -111,7 +111,7 @@ REFUSALS = (
 
 
 def may_recover(error: Exception) -> bool:
-    """Return whether the same request may succeed later. It does not if the server
+    """Return whether the same request may succeed later. It cannot if the server
     refuses access or has no such object.
     """
     if (response := response_of(error)) is not None:
@@ -124,8 +124,8 @@ def may_recover(error: Exception) -> bool:
 
 
 def seconds_asked(error: Exception) -> float | None:
-    """Return the seconds that the hub asks to wait, or None. They are in the header
-    RateLimit of a response 429, or in Retry-After.
+    """Return the seconds that the hub asks to wait, or None. A response 429 has them in
+    the header RateLimit or in Retry-After.
     """
     from huggingface_hub.utils import parse_ratelimit_headers
 

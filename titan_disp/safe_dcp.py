@@ -2,8 +2,8 @@
 them.
 
 DCP unpickles ``.metadata``, and every entry that is not a tensor, without restriction.
-Such a pickle can run any command as the user who reads it. Here, both may only contain
-what checkpoints need. All of titan_disp reads checkpoints through this module.
+Such a pickle can run any command as the user who reads it. Here, all pickles may only
+contain what checkpoints need. All of titan_disp reads checkpoints through this module.
 """
 
 import collections
@@ -89,8 +89,9 @@ class _Dispatch(dict[int, Any]):
 class _Unpickler(pickle._Unpickler):
     """Unpickle only ``_ALLOWED`` names and ``_OPCODES``.
 
-    This extends the unpickler that is written in Python. In the one written in C, six
-    bytes (LONG_BINPUT) take 64 GB of memory, and BUILD may change classes.
+    This class extends the unpickler that is written in Python. In the unpickler that is
+    written in C, six bytes (LONG_BINPUT) take 64 GB of memory, and BUILD may change
+    classes.
     """
 
     _codes = [getattr(pickle, name)[0] for name in _OPCODES.split()]
@@ -105,7 +106,8 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         """Set the attributes of an instance of ``_CLASSES``.
 
-        Attributes of a class or a function would change it for the whole process.
+        Setting attributes of a class or a function would change this class or function
+        for the whole process.
         """
         cls = type(self.stack[-2])  # type: ignore[attr-defined]
         if cls not in _CLASSES:
@@ -141,8 +143,8 @@ def accept(digest: bytes) -> None:
 def parse_metadata(content: bytes) -> Metadata:
     """Return the content of a ``.metadata`` file, which callers must not change.
 
-    Raises UnpicklingError if it names something that no checkpoint needs, and any
-    Exception if it is damaged.
+    Raises UnpicklingError if the file names something that no checkpoint needs, and any
+    Exception if the file is damaged.
     """
     unpickler: type[Any] = _Unpickler
     if hashlib.blake2b(content).digest() in _accepted:

@@ -1,4 +1,4 @@
-"""The TrainSpec of each model: it tells TorchTitan which parts to use."""
+"""The TrainSpec of each model, which tells TorchTitan which parts to use."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ from titan_disp.run.metrics import DispersionMetrics
 
 def sequence_mesh(parallel_dims: ParallelDims) -> DeviceMesh | None:
     """Return the 1-D mesh over which block outputs are sharded along the sequence: TP,
-    CP, or CP×TP flattened. None if they are not sharded.
+    CP, or CP×TP flattened. Return None if block outputs are not sharded.
     """
     names = [
         name
@@ -87,10 +87,10 @@ def build_cross_entropy(
     """Return a function of predictions and labels that returns the cross-entropy, summed
     over the valid tokens.
 
-    With several sources of data, the function returns a pair; the second entry is the
-    cross-entropy of each token. Predictions are logits, or in training with a chunked
-    head, ``HiddenStates``. The function is compiled if the config says so and the
-    gradient stays right.
+    With several sources of data, the function returns a pair, whose second entry is the
+    cross-entropy of each token. Predictions are ``HiddenStates`` in training with a
+    chunked head, and logits otherwise. The function is compiled if the config says so
+    and the gradient stays right.
     """
     several_sources = len(job_config.stream.sources) > 1
     loss_parallel = (
@@ -134,9 +134,9 @@ class _Shared:
 
     # The loss adds to the ledger, and the metrics reset it.
     ledger: LossLedger = field(default_factory=LossLedger)
-    # From the config, of which the optimizers' builder gets only [optimizer]
+    # From the config, because the optimizers' builder gets only the section [optimizer]
     max_skipped_steps: int = 10
-    # The config if the baseline is active_forgetting, for the same reason
+    # The whole config, for the same reason, if the baseline is active_forgetting
     forgetting: JobConfig | None = None
     # The metrics read the counters of the loader.
     loader: StreamLoader | None = None

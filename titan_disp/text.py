@@ -23,8 +23,8 @@ def _scaled(value: float, digits: int, units: Mapping[str, float]) -> str | None
     ``digits`` is the number of significant digits.
     """
     for unit, size in units.items():
-        # Values that round to 1 of a unit are shown in it: with three digits, 999,950
-        # is 1 M.
+        # A value that rounds to 1 of a unit is shown in this unit. For example, with
+        # three digits, 999,950 is 1 M.
         least = size * (1 - 0.5 * 10**-digits)
         if abs(value) >= least:
             return f"{value / size:.{digits}g} {unit}"

@@ -83,8 +83,8 @@ from titan_disp.run.storage import patiently
 # The options of parameter groups that the config decides, not the checkpoint. (Whether
 # Adam is fused belongs to its state.)
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
-# Sections of the config that do not affect training: their changes are only in the event
-# ``resume``, not in the log.
+# Sections of the config that do not affect training. The event ``resume`` has their
+# changes, but the log does not.
 SILENT = ("job.", "metrics.", "profiling.", "comm.")
 BUDGET = "budget.stop_at_tokens"
 
@@ -149,8 +149,8 @@ class DispTrainer(Start, Trainer):
         self.last_step = last_step(
             job_config, data_parallel_degree(job_config, world_size)
         )
-        # TorchTitan's checkpoint manager is not part of the spec: it is disabled here,
-        # and ours is built afterwards.
+        # TorchTitan's checkpoint manager is not part of the spec. It is therefore
+        # disabled here, and ours is built afterwards.
         enable = job_config.checkpoint.enable
         job_config.checkpoint.enable = False
         try:
@@ -277,9 +277,9 @@ class DispTrainer(Start, Trainer):
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator over the batches of this rank, after recording what begins.
 
-        TorchTitan calls this once, after it has loaded a checkpoint: the step is known
-        from here on. Raises on all ranks RefusedError if the checkpoint is of another
-        baseline.method, and ConfigError if the held-out text is too short.
+        TorchTitan calls this once, after it has loaded a checkpoint, so that the step
+        is known from here on. Raises, on all ranks, RefusedError if the checkpoint is
+        of another baseline.method, and ConfigError if the held-out text is too short.
         """
         self._check_parameter_groups()
         self._start_step = self.step
@@ -310,7 +310,7 @@ class DispTrainer(Start, Trainer):
 
     def _check_parameter_groups(self) -> None:
         """Raise RefusedError if the loaded schedule has another number of parameter
-        groups than this run. A checkpoint without an identity may have.
+        groups than this run. This is possible if the checkpoint has no identity.
         """
         for scheduler in self.lr_schedulers:
             saved = len(scheduler.base_lrs)
@@ -480,8 +480,8 @@ class DispTrainer(Start, Trainer):
         )
         logger.warning(
             f"step {self.step}: the run goes back to the weights of step {restored}, "
-            f"and does not train on the {counted(sequences, 'sequence')} since then "
-            f"again. {self._limit}"
+            f"and does not train again on the {counted(sequences, 'sequence')} since "
+            f"then. {self._limit}"
         )
         self.event(
             "step_back",
@@ -542,7 +542,7 @@ class DispTrainer(Start, Trainer):
 
     def _reduce_partial_gradients(self) -> None:
         """Sum the gradients of the norms over the TP ranks. Without FSDP, no backward
-        pass does this, and clipping and the optimizer would each do it again.
+        pass sums them, and clipping and the optimizer would each repeat the sum.
         """
         for weight in self.model_parts[0].parameters():
             gradient = weight.grad
@@ -688,12 +688,12 @@ class DispTrainer(Start, Trainer):
         self.stop_request.done()
 
     def save_seed(self) -> None:
-        """Save the initial weights as step 0, from which starts of this run begin:
-        checkpoint.create_seed_checkpoint.
+        """Save the initial weights as step 0, as checkpoint.create_seed_checkpoint
+        asks. Starts of this run then begin from these weights.
 
-        Raises on all ranks RefusedError if the run has a checkpoint of a later step,
-        and CheckpointError if the save fails. If another start has taken the run
-        folder, it raises InUseError.
+        Raises, on all ranks, RefusedError if the run has a checkpoint of a later step,
+        and CheckpointError if the save fails. Also raises InUseError if another start
+        has taken the run folder.
         """
         with self._refusals():
             if newest := self.checkpointer.newest():
@@ -778,8 +778,8 @@ def _of_all_ranks(progress: Progress) -> Progress:
 def run(job_config: JobConfig, trainer_class: type[DispTrainer] = DispTrainer) -> None:
     """Train in this process, and destroy the process group at the end.
 
-    Raises what the trainer raises, after closing it; the process group is then left as
-    it is.
+    Raises what the trainer raises, after closing the trainer. The process group is then
+    left as it is.
     """
     with closing(trainer_class(job_config)) as trainer:
         if job_config.checkpoint.create_seed_checkpoint:

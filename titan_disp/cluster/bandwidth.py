@@ -1,8 +1,8 @@
 """``torchrun … -m titan_disp.cluster.bandwidth FILE`` measures the network
 between nodes and compares clocks.
 
-An all-reduce over all ranks shows that something is slow. Exchanges between
-neighbouring nodes show which node it is: a node that is slow with both of its
+An all-reduce over all ranks shows whether something is slow. Exchanges between
+neighbouring nodes show which node is slow: a node that is slow with both of its
 neighbours. The command is started once per node. Rank 0 writes the result of
 ``measure`` to FILE.
 """
@@ -29,7 +29,8 @@ from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.dispersion.autograd import objects_of_ranks
 from titan_disp.run.storage import write_json
 
-# About one of 8 shards of the 0.6B model's fp32 gradients (2.4 GB), which FSDP reduces
+# FSDP over 8 ranks reduces the fp32 gradients of the 0.6B model (2.4 GB). A shard has
+# about this size.
 GPU_BYTES = 256 << 20
 CPU_BYTES = 4 << 20
 SLOW = 0.5  # a node or link is slow below this fraction of the median
@@ -78,8 +79,8 @@ def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
 
 def usual_bandwidth(pairs: Sequence[Pair]) -> float:
     """Return the median of the nodes' best bandwidths."""
-    # The median of the pairs would mislead: one slow node slows two pairs, and three
-    # nodes have only three pairs.
+    # The median of the pairs would mislead, because one slow node slows two pairs, and
+    # three nodes have only three pairs.
     return statistics.median_high(best_bandwidths(pairs).values()) if pairs else 0.0
 
 
@@ -97,8 +98,8 @@ def slow_nodes(pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return the slow pairs whose nodes are fast with their other neighbours, possibly
-    because of a bad cable.
+    """Return the slow pairs whose nodes are fast with their other neighbours. The
+    reason may be a bad cable.
     """
     limit = SLOW * usual_bandwidth(pairs)
     slow = slow_nodes(pairs)
@@ -113,8 +114,9 @@ def clock_skews(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the seconds by which each node's clock is ahead of the median of all
     nodes.
 
-    ``readings`` has the times of each node's clock right after the same barriers, at
-    least three. The median of the differences counts, because a rank may be late once.
+    ``readings`` has, for each node, the times that its clock showed right after the
+    same three or more barriers. The median of the differences counts, because a rank
+    may be late once.
     """
     medians = [
         statistics.median_low(column) for column in zip(*readings.values(), strict=True)
@@ -158,7 +160,7 @@ def measure(
         dist.all_reduce(element)
         element.item()
 
-    # This connects the ranks: a P2P operation must not be the first one of a group.
+    # This connects the ranks, because a P2P operation must not be a group's first one.
     barrier()
     clocks = []
     for _ in range(3):

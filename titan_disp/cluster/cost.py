@@ -3,15 +3,15 @@ communication, and a table of GPUs.
 
 The activations are counted as eager PyTorch saves them for backward, with flash
 attention and a fused norm. A compiled block saves less, so the estimate errs on the
-safe side. tests/test_memory.py and benchmarks/step.py compare it with the tensors of a
-step.
+safe side. tests/test_memory.py and benchmarks/step.py compare the estimate with the
+tensors of a step.
 
 Communication is counted for ring algorithms, which NCCL and RCCL use for large
 messages. In a group of n ranks, an all-gather or a reduce-scatter of B bytes sends
 (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks of the group
-share a node, the ring leaves the node once for all of them, so each sends 1/g of its
-bytes over the network. Trees, latency and other jobs are ignored. Neither estimate has
-been compared with measurements on GPUs yet.
+share a node, the ring leaves the node only once, so that each of the g ranks sends 1/g
+of its bytes over the network. Trees, latency and other jobs are ignored. The estimates
+of memory and communication have not been compared with measurements on GPUs yet.
 """
 
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
 
 
 def elements(module: torch.nn.Module, tp: int) -> int:
-    """Return the number of a rank's elements before FSDP: TP shards matrices and
+    """Return the number of a rank's elements before FSDP. TP shards matrices, and
     replicates the vectors of norms.
     """
     vectors = sum(w.numel() for w in module.parameters() if w.ndim < 2)
@@ -109,7 +109,7 @@ def saved_gradients(
     job_config: JobConfig, args: DispModelArgs, spread: bool = False
 ) -> int:
     """Return the number of elements of ∂S/∂z that a rank saves in forward. With
-    ``spread``, return their number after backward has spread the gradients of sampled
+    ``spread``, return the number after backward has spread the gradients of sampled
     tokens over all tokens.
     """
     p = job_config.parallelism
@@ -128,8 +128,9 @@ def saved_gradients(
 
 
 def _lower(itemsize: int) -> int:
-    """Return the bytes per element of a second copy in the precision of products, beside
-    one in float32. In float32 itself, no second copy is needed: 0.
+    """Return the bytes per element of a copy in the precision of products, which is
+    held beside a float32 copy. Return 0 if products are in float32, so that one copy
+    serves.
     """
     if itemsize < 4:
         return itemsize
@@ -140,7 +141,7 @@ def logit_bytes(
     job_config: JobConfig, args: DispModelArgs, itemsize: int, tokens: int
 ) -> int:
     """Return the bytes for the logits of a CP rank's tokens, at the peak in the loss. The
-    peak is in backward, or with a chunked head, in forward.
+    peak is in backward, or in forward if the head is chunked.
     """
     tp = job_config.parallelism.tensor_parallel_degree
     loss_parallel = tp > 1 and not job_config.parallelism.disable_loss_parallel
@@ -193,7 +194,7 @@ def estimate(
         shard = -(-unsharded_elements // fsdp_degree) * weights_dtype.itemsize
     # The final norm, the output and a tied model's embeddings stay gathered until their
     # backward. Of the blocks, the current and the next one are gathered. Untied
-    # embeddings are not gathered while the output is.
+    # embeddings are not gathered while the output is gathered.
     gathered = rest + 2 * blocks // args.n_layers
     if p.fsdp_reshard_after_forward == "never":
         gathered = unsharded_elements
@@ -234,7 +235,7 @@ def estimate(
     before = shard * accumulating
     # Outputs of blocks are counted as saved inputs of the next blocks.
     moments = [
-        # in the cross-entropy; with a chunked head, in its forward
+        # in the cross-entropy, or in the head's forward if the head is chunked
         (before, saved + head, spread_in_loss, logits),
         # in the loss of dispersion
         (before, saved + head, dispersed, computed + together),
@@ -244,8 +245,8 @@ def estimate(
         (before, saved + working, spread, tied),
         # when backward comes to the first block
         (shard, saved / args.n_layers + working, spread / args.n_layers, tied),
-        # When the gradients of output and embedding are added up: both and their sum,
-        # except for the one that ``shard`` or ``unsharded`` counts.
+        # when the gradients of output and embedding are added up: the two gradients and
+        # their sum, except for the gradient that ``shard`` or ``unsharded`` counts
         (shard, 0, 0, (2 + (accumulating and fsdp_degree == 1)) * tied),
     ]
     # Adam has two moments of the size of the weights.
@@ -257,8 +258,8 @@ def estimate(
 
 
 def checkpoint_bytes(job_config: JobConfig, model: DispModel) -> int:
-    """Return the size of a full checkpoint: a tied matrix counts once for each of its
-    keys, and its moments once.
+    """Return the size of a full checkpoint, in bytes. A tied matrix counts once for
+    each of its keys, and its moments count once.
     """
     names = sum(w.numel() for _, w in model.named_parameters(remove_duplicate=False))
     moments = 2 * sum(w.numel() for w in model.parameters())
@@ -273,8 +274,8 @@ ADAMW_OPTIONS = 12  # options of AdamW that DCP saves per parameter, one entry e
 
 
 def checkpoint_parts(model: DispModel, shards: int) -> int:
-    """Return how many entries a checkpoint has: a tensor has one per shard that is not
-    empty.
+    """Return how many entries a checkpoint has. A tensor has one entry per shard that
+    is not empty.
     """
 
     def parts(weights: Iterable[torch.Tensor]) -> int:
@@ -287,8 +288,8 @@ def checkpoint_parts(model: DispModel, shards: int) -> int:
 
 
 def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
-    """Return how many checkpoints are saved over the run, how many are kept, and the
-    most on disk at any time.
+    """Return how many checkpoints are saved over the run, how many are kept, and how
+    many are on disk at any time, at most.
     """
     c = job_config.checkpoint
     steps = job_config.training.steps
@@ -433,8 +434,9 @@ GPUS = {
 
 
 def gpu_name(asked: str) -> str:
-    """Return ``asked``, or if it is empty, the name of this computer's GPU, or "H100"
-    without one. The name is that of ``GPUS`` if the table has this device.
+    """Return ``asked``. If it is empty, return the name of this computer's GPU, or
+    "H100" if there is no GPU. The name is that of ``GPUS`` if the table has this
+    device.
     """
     if asked or not torch.cuda.is_available():
         return asked or "H100"
@@ -444,7 +446,7 @@ def gpu_name(asked: str) -> str:
 
 def similar_gpu(device: str) -> str:
     """Return the name of the GPU in ``GPUS`` that a device is a variant of, such as H100
-    for "NVIDIA H100 PCIe", or "".
+    for "NVIDIA H100 PCIe". Return "" if there is none.
     """
     words = device.replace("RTX ", "RTX").replace("-", " ").split()
     return next((name for name in GPUS if name in words), "")
@@ -466,7 +468,7 @@ def find_gpu(machine: Machine) -> Gpu:
     gives. If the machine names no GPU, the memory is that of this computer's GPU.
 
     Raises ConfigError if the table does not have the GPU, and the machine does not give
-    its memory and FLOP/s.
+    the GPU's memory and FLOP/s.
     """
     name = gpu_name(machine.gpu)
     memory = machine.gpu_memory
@@ -510,7 +512,7 @@ class Sent:
 class Traffic:
     """Describe the communication of one GPU in one step."""
 
-    # Nothing can hide these. A GPU has nothing to compute during tensor parallelism's
+    # Nothing can hide these bytes. A GPU has nothing to compute in tensor parallelism's
     # collectives. A microbatch begins by gathering the embedding and ends by reducing
     # its gradients. The FSDP group of a tied embedding also has the final norm and the
     # output.
@@ -539,8 +541,9 @@ class Traffic:
                 for s in sent
             )
 
-        # This is a lower bound: it assumes that all computing hides communication that
-        # can overlap with it. Backward is two thirds of a microbatch's computing.
+        # This is a lower bound, because it assumes that all computing hides the
+        # communication that can overlap. Backward is two thirds of a microbatch's
+        # computing.
         last_backward = 2 / 3 * computing / self.microbatches
         return (
             seconds(self.at_the_ends)

@@ -18,7 +18,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, one_line_at_the_end
 from titan_disp.run.folder import versions, writing
 
-# Marks the line; the launch folder follows as JSON (slurm/supervise.py reads it)
+# Begins the line that has the launch folder as JSON (slurm/supervise.py reads it)
 LAUNCH = "titan-disp-launch: "
 PACKAGE = Path(__file__).parents[1]
 # in a checkout, this is a link to its folder slurm
@@ -28,8 +28,8 @@ SCRIPTS = Path(__file__).with_name("slurm").resolve()
 def code_hash() -> str:
     """Return a hash of the source code of titan_disp."""
     digest = hashlib.sha256()
-    # The scripts are left out: in a checkout, they are behind a link that rglob does not
-    # follow, but in an installed package, they are files.
+    # The scripts are left out, because only an installed package has them as files. In
+    # a checkout, they are behind a link that rglob does not follow.
     for file in sorted(
         f for f in PACKAGE.rglob("*.py") if "slurm" not in f.relative_to(PACKAGE).parts
     ):
@@ -47,7 +47,7 @@ def freeze(
     """Write the launch folder ``name`` of a run, and return it.
 
     ``argv``: "--job.config_file", the config and the overrides. ``sbatch``: the options
-    of sbatch, if known. ``site``: the file with the site's settings; without one,
+    of sbatch, if known. ``site``: the file with the site's settings. If it is None,
     slurm/supervise.py copies the file that it was started with. Only the owner may read
     or change the launch folder, whatever the umask. Raises ConfigError if the run folder
     is not writable, or if a requeue of the job would be refused.
@@ -143,8 +143,8 @@ def installed() -> dict[str, Any]:
 
 def installation_changes(config: str | Path) -> list[str]:
     """Return what was installed since the launch folder of a config was written: a text
-    for each changed package, and one if the code changed. Return [] if the config is in
-    no launch folder.
+    for each changed package, and a text if the code changed. Return [] if the config is
+    in no launch folder.
     """
     file = Path(config).with_name("launch.json")
     if not file.is_file():
@@ -169,8 +169,8 @@ def main() -> None:
         job_config = load_config(rest)
         run = Path(job_config.job.dump_folder).absolute()
         folder = earlier(run, args.name) or freeze(job_config, rest, args.name)
-    # The letters of the path are not escaped: slurm/supervise.py may run in Python 3.6
-    # and the locale C, which can pass on their bytes, but not the letters.
+    # The letters of the path are not escaped, because slurm/supervise.py may run in
+    # Python 3.6 and the locale C, which can pass on the letters' bytes, but not letters.
     sys.stdout.buffer.write(
         f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(
             errors="surrogateescape"

@@ -1,9 +1,9 @@
 """The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job
 before it starts hundreds of ranks.
 
-It checks the config, data and tokenizer for this number of nodes, and that no other job
-uses the run folder. If a check fails, it prints a message on stderr and exits with
-status 2, or with status 3 if another job uses the run folder.
+The command checks the config, data and tokenizer for this number of nodes, and that no
+other job uses the run folder. If a check fails, it prints a message on stderr and exits
+with status 2, or with status 3 if another job uses the run folder.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from titan_disp.run.folder import writing
 from titan_disp.run.lock import abandoned
 from titan_disp.run.reader import LOCK
 
-FEW_NODES = 4  # with more nodes, streaming from the hub is warned of; our choice
+FEW_NODES = 4  # a warning is given if more nodes stream from the hub; our choice
 C4_FILES = 1024  # files of the training split
 # Requests for files in 5 minutes, by Hugging Face's documentation
 # (huggingface.co/docs/hub/rate-limits, "Resolvers").
@@ -36,7 +36,7 @@ FREE_ACCOUNT = 5000
 def prepare(argv: Sequence[str], nodes: int, nproc: str) -> None:
     """Check that a config can start on ``nodes`` × ``nproc`` ranks.
 
-    ``nproc`` is a number, or "gpu": one per GPU of this node.
+    ``nproc`` is a number of ranks, or "gpu" for one rank per GPU of this node.
     """
     job_config = load_config(argv)
     if nproc != "gpu" and not nproc.isdecimal():

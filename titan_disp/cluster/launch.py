@@ -221,8 +221,8 @@ def _signal(
 
 
 def _say(text: str) -> None:
-    """Print to stderr, and ignore errors: a terminal that was closed, or a tee that
-    Ctrl-C has ended, must not stop a save.
+    """Print to stderr, and ignore errors, because a terminal that was closed, or a tee
+    that Ctrl-C has ended, must not stop a save.
     """
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(text, file=sys.stderr, flush=True)

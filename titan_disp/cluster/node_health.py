@@ -1,9 +1,10 @@
 """``python -m titan_disp.cluster.node_health`` checks whether this node can train.
 
-It prints the node's report as one line of JSON, and writes it to a file with ``--out``.
-With TorchTitan's arguments (``--job.config_file CONFIG …``), it also checks that this
-node can read the data and tokenizer of the config. Faulty GPUs are found as far as
-their drivers report faults to users other than root (slurm/README.md lists which).
+The command prints the node's report as one line of JSON, and also writes it to a file
+if ``--out`` is given. With TorchTitan's arguments (``--job.config_file CONFIG …``), the
+command also checks that this node can read the data and tokenizer of the config. Faulty
+GPUs are found as far as their drivers report faults to users other than root
+(slurm/README.md lists these faults).
 """
 
 import argparse
@@ -95,7 +96,7 @@ def gpu_problems() -> list[str]:
         ]
     except subprocess.TimeoutExpired as error:
         return [f"{error.cmd[0]} does not answer within {LIMIT} s"]
-    # Newer drivers report the action that they require. With older ones, only the
+    # Newer drivers report the action that they require. With older drivers, only the
     # kernel log has Xids.
     if all(value in UNKNOWN for value in nvidia[RECOVERY].values()):
         problems += dict.fromkeys(_xids())
@@ -105,7 +106,7 @@ def gpu_problems() -> list[str]:
 def _output(*command: str) -> str:
     """Return what a command prints, or an empty string if it is missing or fails.
 
-    TimeoutExpired is raised if it hangs.
+    Raises TimeoutExpired if the command hangs.
     """
     try:
         done = subprocess.run(
@@ -271,8 +272,8 @@ def check_node(local: str, job_config: JobConfig | None = None) -> dict[str, Any
     if job_config is not None:
         run = job_config.job.dump_folder
         checkpoints = os.path.join(run, job_config.checkpoint.folder)
-        # The checkpoint folder is not created here: an empty one would change how the
-        # run starts.
+        # The checkpoint folder is not created here, because an empty folder would
+        # change how the run starts.
         folders += [run, checkpoints] if os.path.isdir(checkpoints) else [run]
     problems = [problem for folder in folders if (problem := writable(folder))]
     free = _free_disk(local)

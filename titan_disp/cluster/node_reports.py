@@ -148,7 +148,7 @@ def make_report(
     out: Path, expected: Sequence[str], nproc: str, argv: Sequence[str]
 ) -> Report:
     """Return the content of report.json: the nodes' reports, the bandwidth test, and the
-    problems and notes of both and of the config.
+    problems and notes of the nodes, the test and the config.
 
     ``problems`` has messages by node, "the config" or "bandwidth". ``notes`` are not
     problems by themselves.

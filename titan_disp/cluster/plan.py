@@ -1,6 +1,6 @@
 """This module predicts a run's mesh, batches, bytes, FLOPs and days.
 
-It needs no data, tokenizer or GPU.
+The prediction needs no data, tokenizer or GPU.
 """
 
 import contextlib
@@ -270,10 +270,10 @@ def admitted_node_counts(
 ) -> list[NodeCount]:
     """Return the numbers of nodes for which ``check_config`` passes.
 
-    For each number, two meshes are tried, and the first that passes counts: the mesh of
-    the config, and as many replicas of its shard degree as the ranks allow (unless the
-    config's replicate degree is −1, which does this by itself). If a replica fits into
-    a node, the second mesh is tried first.
+    For each number, two meshes are tried, and the first mesh that passes counts. One is
+    the config's mesh. The other has the config's shard degree, and as many replicas as
+    the ranks allow. (With a replicate degree of −1, only the config's mesh is tried.) If
+    a replica fits into a node, the other mesh is tried first.
     """
     steps = job_config.training.steps
     p = job_config.parallelism
@@ -327,8 +327,8 @@ def measured_files(
     return files_of
 
 
-# CPU seconds to skip a gigabyte of stored bytes, on one core of 2024: of C4's gzip files,
-# and of web text in the other formats
+# CPU seconds to skip a gigabyte of stored bytes, on one core of 2024. Measured with C4's
+# gzip files, and with web text in the other formats.
 SECONDS_PER_GB = {".gz": 5.9, ".zst": 4.0, ".parquet": 10.0}
 SECONDS_PER_GB_PLAIN = 1.0
 
@@ -664,7 +664,7 @@ def _time(
     )
 
 
-SHOWN = 24  # most node counts on the line
+SHOWN = 24  # the plan's line of node counts has at most this many numbers
 
 
 def _size(count: float) -> str:

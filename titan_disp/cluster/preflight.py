@@ -1,9 +1,9 @@
 """A preflight runs one real step of rank 0 of the whole mesh in one process, before a
 user requests hundreds of GPUs.
 
-It finds errors that ``titan_disp.checks`` cannot find: the model cannot be built or
-sharded, or a step fails. Features that one step on this machine cannot run or does not
-need are switched off first.
+A preflight finds errors that ``titan_disp.checks`` cannot find: the model cannot be
+built or sharded, or a step fails. Features that one step on this machine cannot run or
+does not need are switched off first.
 
 TorchTitan's trainer builds the mesh of all ranks, and shards, computes, clips and steps
 as rank 0 would. Only the communication is fake: with ``comm.mode = "fake_backend"``,
@@ -223,7 +223,7 @@ def preflight(options: PreflightOptions) -> Report:
     process.
 
     Raises ConfigError if the unreduced config cannot work on these ranks, or if the step
-    fails, with the last lines of its output.
+    fails. In the second case, the message has the last lines of the step's output.
     """
     job_config, reduced = prepare(options)
     with tempfile.TemporaryDirectory(prefix="titan-disp-preflight-") as folder:
@@ -356,8 +356,8 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
     optimizers.settle()
-    # If fake communication has given an infinite value, this steps all the same, to
-    # measure Adam's memory.
+    # If fake communication has given an infinite value, the optimizer steps all the
+    # same, to measure Adam's memory.
     if optimizers.bad_terms:
         optimizers.inner.step()
     if not cpu.active():

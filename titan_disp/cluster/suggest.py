@@ -3,7 +3,7 @@ checkpointing, and lists the configs with the shortest steps: the best one of ea
 and the best one with the largest local batch.
 
 Each config passes the checks of a start, and keeps the global batch. Its step time is
-that of the plan, plus the time in which activation checkpointing computes again. The
+the plan's step time plus the time for what activation checkpointing computes again. The
 estimate does not know that some kernels are slow for small sizes.
 """
 
@@ -27,8 +27,8 @@ from titan_disp.text import estimated_duration
 
 # step times that differ by less than this fraction of the least count as equal
 EQUAL = 0.01
-# Fraction of the GPU's memory that a config may fill: the rest is for the CUDA context,
-# NCCL and fragmentation
+# Fraction of the GPU's memory that a config may fill. The rest is for the CUDA context,
+# NCCL and fragmentation.
 FILLED = 0.9
 CHUNK = 2048  # of training.head_chunk_tokens
 # By mode: the part of the forward pass that backward computes again. "op" keeps every

@@ -90,13 +90,13 @@ class Machine(Nodes):
     FLOPs utilization).
     """
     node_bandwidth: OptionalFloat = None
-    """GB/s from a GPU to the others of its node. The default is the vendor's peak
+    """GB/s from a GPU to the other GPUs of its node. The default is the vendor's peak
     (titan_disp/cluster/cost.py).
     """
     network_bandwidth: OptionalFloat = None
     """GB/s from a GPU to other nodes. The default is 50 per H100, H200 or MI300X, 25
-    per A100, and 12.5 per MI250X-GCD. slurm/first_run.sbatch measures it for a whole
-    node: divide that by the number of GPUs per node.
+    per A100, and 12.5 per MI250X-GCD. slurm/first_run.sbatch measures the GB/s of a
+    whole node. Divide them by the number of GPUs per node.
     """
     storage_bandwidth: float = 2.0
     """GB/s that all ranks together write to the run folder. The default is a guess."""
@@ -411,8 +411,8 @@ class CondensationOptions:
     dataset: Annotated[
         str | None, arg(metavar="STR", help_behavior_hint="(required, or --text)")
     ] = None
-    """folder (as for training.dataset_path; its validation split is used), glob, or
-    hf:OWNER/NAME of the hub.
+    """folder as for training.dataset_path, of which the validation split is used, glob,
+    or hf:OWNER/NAME of the hub.
     """
     text_field: str = "text"
     """field of JSON documents, or column of Parquet files, that holds the text."""
@@ -550,8 +550,8 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Run lm-evaluation-harness on models. Compare each with the first, document by
-    document, and over several seeds.
+    """Run lm-evaluation-harness on models. Compare each model with the first one,
+    document by document, and over several seeds.
     """
 
     models: Annotated[

@@ -3,7 +3,7 @@ what the key fixes for the life of a run.
 
 ``job_config`` declares titan-disp's keys with ``key``. The metadata of TorchTitan's keys
 is in ``torchtitan_keys.toml``. The checks, the pages, the fingerprint of the data and
-the identity of the model are computed from all of them. This module imports nothing
+the identity of the model are computed from this metadata. This module imports nothing
 heavy, so that ``titan-disp config`` answers at once.
 """
 

@@ -166,8 +166,8 @@ def own_sections() -> list[Section]:
 
 
 def torchtitan_sections() -> list[Section]:
-    """Return TorchTitan's sections without the keys that titan-disp declares itself, with
-    other defaults.
+    """Return TorchTitan's sections, without the keys that titan-disp declares again
+    with other defaults.
     """
     spec = find_spec("torchtitan")  # finds the package without importing it
     assert spec

@@ -1,7 +1,7 @@
 """The class of a run's config: TorchTitan's sections and those of ``job_config``.
 
-TorchTitan merges the two classes while it loads a config, which type checkers cannot
-see. They read the class below instead.
+TorchTitan merges the two classes while it loads a config. Type checkers cannot see
+this, and read the class below instead.
 """
 
 from typing import TYPE_CHECKING

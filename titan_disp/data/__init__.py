@@ -10,7 +10,7 @@ Once, at the start::
 
     sources.list_and_check      the files of all data sets, on rank 0: listing and
       │                         stores list them; findings looks at each file, or index
-      │                         describes it; ledger says what becomes of each
+      │                         describes it; ledger says what becomes of each file
       ▼
     assignment.Assignment       which slot reads which documents of these files
       │
@@ -18,7 +18,7 @@ Once, at the start::
     loader.StreamLoader         the positions of a rank's slots, as checkpoints store
                                 them; fingerprint: what a checkpoint must agree with
 
-For every batch, in a rank's worker (``prefetch``), where each step asks the one above it::
+For every batch, in a rank's worker (``prefetch``). Each step calls the step above it::
 
     storage.RetryingFile.read   bytes of a file; failed reads are tried again
       ▼
@@ -31,15 +31,15 @@ For every batch, in a rank's worker (``prefetch``), where each step asks the one
     cursor.Cursor.next          the next usable document, with the positions before and
       │                         after it
       ▼
-    shuffle.Shuffle.next        the same, shuffled in windows
+    shuffle.Shuffle.next        the same documents, shuffled in windows
       ▼
     stream.Slot.fill            the next sequence of a slot: documents are tokenized
       │                         ahead (tokenizer) and packed
       ▼
     stream.Sequences            groups of microbatches, of all slots in turn
       ▼
-    loader.StreamLoader         batches, in the training process; it moves its positions
-                                past them
+    loader.StreamLoader         batches, in the training process; the loader moves its
+                                positions past each batch
 
 ``options`` holds the options of all these steps. ``validation`` takes the first
 sequences of the validation split from ``stream``. ``hf_tokenizer`` makes a model's

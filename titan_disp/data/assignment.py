@@ -1,7 +1,7 @@
 """``Assignment`` decides which documents each slot reads in each epoch.
 
-Nothing here reads a file. The result depends on the files, the number of slots, the seed
-and the epoch. It does not depend on the number of ranks.
+This module reads no file. The result depends on the files, the number of slots, the
+seed and the epoch, but not on the number of ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
 into one *run* per slot::
@@ -9,15 +9,16 @@ into one *run* per slot::
     files   |    f3    | f0 |        f2        |   f1    |     in an order that (seed, epoch) decides
     runs    |     slot 0     |     slot 1     |   slot 2   |     of equal length
 
-The length of a file on the line is its size in bytes. If the files of a source hold
-different amounts of text per byte, the length is the size times that amount. A rank owns
-neighbouring slots, and therefore one stretch of the line. It reads only the files of
-this stretch, so all ranks together open a file at most files + ranks times.
+A file's length on the line is its size in bytes. If the files of a source differ in
+their text per byte, a file's length is its size times its text per byte. A rank owns
+neighbouring slots, and therefore one stretch of the line. A rank reads only the files
+of its stretch. In one epoch, R ranks together therefore open F files at most F + R
+times.
 
 A run consists of the end of one file (*head*), whole files (*body*) and the beginning
-of one file (*tail*). The slot alternates between them so that it is always at the same
-fraction of each. All slots that share a file are therefore at about the same place in
-it, and a rank can serve all its slots with one pass over the file.
+of one file (*tail*). The slot alternates between these parts, so that it is always at
+the same fraction of each part. All slots that share a file are therefore at about the
+same place in the file, and a rank can serve all its slots with one pass over the file.
 
 When a cut falls inside a file, the file's documents are divided by *key*: (index · STEP
 + shift) mod 2⁶⁴. Keys are spread evenly over 0 … 2⁶⁴, so a slot whose run covers a
@@ -52,8 +53,8 @@ KEYS = 1 << 64
 # A cut that is closer to a file's edge than 1/8 of a run moves to the edge. Otherwise, a
 # slot would read a whole file for a sliver of it.
 _MIN_PART = 8
-# A file's blocks are divided, instead of its documents, if a piece of the file that is
-# as long as a run has at least this many blocks.
+# If a piece of a file that is as long as a run has at least this many blocks, the
+# file's blocks are divided instead of its documents.
 _MIN_BLOCKS = 16
 _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
@@ -68,8 +69,8 @@ class Segment:
     shift: int  # added to all keys, see ``key``
     length: int  # length on the line, in units of 1/S byte
     text: int = 0  # estimated bytes of text
-    # Whether the file is divided by blocks. The *units* of the file, each of which one
-    # slot owns, are then the visits of its blocks, and otherwise its documents.
+    # Whether the file is divided by blocks. Each *unit* of a file is owned by one slot.
+    # The units are the visits of the file's blocks if ``dealt``, else its documents.
     dealt: bool = False
 
     @property
@@ -78,13 +79,13 @@ class Segment:
         return self.low == 0 and self.high == KEYS
 
     def key(self, unit: int) -> int:
-        """Return the key, 0 to 2⁶⁴ − 1, of a unit: a document's index in the file, or
-        the number of a visit if the file is divided by blocks.
+        """Return the key, 0 to 2⁶⁴ − 1, of a unit. ``unit`` is the number of a visit if
+        the file is divided by blocks, else the index of a document in the file.
         """
         return (unit * STEP + self.shift) % KEYS
 
     def owns(self, unit: int) -> bool:
-        """Return whether the slot owns a unit, which is numbered as for ``key``."""
+        """Return whether the slot owns a unit, which is numbered as in ``key``."""
         return self.low <= self.key(unit) < self.high
 
     def owns_any(self, start: int, end: int) -> bool:
@@ -113,12 +114,12 @@ class Part(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """The segments that one slot reads in one epoch, at least one.
+    """The segments, at least one, that one slot reads in one epoch.
 
     Attributes:
-        parts: the segments of each part that is not empty. The head is one segment, the
-            end of a file (or, if the run lies within one file, any part of it). The
-            body is any number of whole files. The tail is one segment, the beginning of
+        parts: the segments of each part that is not empty. The head is one segment: the
+            end of a file, or any piece of a file if the run lies within this file. The
+            body is any number of whole files. The tail is one segment: the beginning of
             a file.
     """
 
@@ -144,8 +145,8 @@ class Run:
 class _Line:
     """The files of one epoch laid end to end, and the cuts between the slots' runs.
 
-    Edges and cuts are in units of 1/S byte, where S is the number of slots: even one
-    byte can be cut into S runs.
+    Edges and cuts are in units of 1/S byte, where S is the number of slots, so that
+    even one byte can be cut into S runs.
     """
 
     order: list[int]  # for each place on the line, the file
@@ -155,7 +156,9 @@ class _Line:
 
 @dataclass(frozen=True)
 class Share:
-    """The slots of one source: ``slots`` of the run's ``total``, from ``first`` on."""
+    """The slots of one source: ``slots`` of the run's ``total`` slots, from number
+    ``first`` on.
+    """
 
     name: str
     first: int
@@ -164,7 +167,8 @@ class Share:
     asked: float  # the source's weight divided by the sum of the weights
 
     def owns(self, file: DataFile) -> bool:
-        """Return whether a file, named as by ``prefixed``, belongs to this source.
+        """Return whether a file, which ``prefixed`` has renamed, belongs to this
+        source.
 
         All files belong to a source without a name.
         """
@@ -193,8 +197,8 @@ class Share:
 class _Source:
     """The runs of one source's slots.
 
-    Outside of this class, the slots of all sources are numbered consecutively, and so
-    are their files. The numbers of this source begin at ``first_slot`` and
+    Outside of this class, the slots of all sources are numbered consecutively, and the
+    files of all sources are, too. This source's numbers begin at ``first_slot`` and
     ``first_file``.
     """
 
@@ -226,8 +230,8 @@ class _Source:
         self._line = lru_cache(maxsize=cached_lines)(self._make_line)
 
     def _hash(self, epoch: int, file: int) -> bytes:
-        # A hash instead of a library's shuffle: the order must not change with the
-        # version of Python or numpy. Names of files need not be UTF-8.
+        # A hash instead of a library's shuffle, because the order must not change with
+        # the version of Python or numpy. Names of files need not be UTF-8.
         text = f"{self.seed}/{epoch}/{self.names[file]}"
         return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
 
@@ -251,8 +255,8 @@ class _Source:
         return Run(parts)
 
     def _segment(self, epoch: int, place: int, begin: int, end: int) -> Segment:
-        """Return the part of the file at a place of the line that lies between two
-        points of the line, ``begin`` and ``end``.
+        """Return the part of a file between the points ``begin`` and ``end`` of the
+        line. The file is the one at ``place`` in the order of the line.
         """
         line = self._line(epoch)
         file = line.order[place]
@@ -319,36 +323,36 @@ class Assignment:
         self.run = lru_cache(maxsize=8 * self.slots)(self._run)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it is made of, because its caches cannot be pickled."""
+        """Pickle the constructor's arguments, because the caches cannot be pickled."""
         return Assignment, (self._files, self._shares, self.seed)
 
     def _run(self, slot: int, epoch: int) -> Run:
-        """Return what a slot reads in an epoch. Both count from 0."""
+        """Return what a slot reads in an epoch. Slots and epochs count from 0."""
         source = self._sources[bisect_right(self._first_slots, slot) - 1]
         return source.run(slot, epoch)
 
     def slots_of_ranks(self, per_rank: int) -> Iterator[range]:
-        """Yield the slots of each rank: ``per_rank`` slots, but at least one. The last
-        rank may have fewer.
+        """Yield the slots of each rank: ``per_rank`` slots, or one if ``per_rank`` is
+        0. The last rank may have fewer slots.
         """
         step = max(1, per_rank)
         for first in range(0, self.slots, step):
             yield range(first, min(first + step, self.slots))
 
     def owners(self, file: int, epoch: int) -> range:
-        """Return the slots that own documents of a file in an epoch: neighbours on the
-        line, and at least one.
+        """Return the slots, at least one, that own documents of a file in an epoch.
+        They are neighbours on the line.
         """
         source = self._sources[bisect_right(self.first_files, file) - 1]
         return source.owners(file, epoch)
 
     def unseen(self) -> float:
-        """Return the estimated fraction of all text, 0 to 1, that is still unread when
-        every slot has read as many bytes as the average run of epoch 0 has. Expects a
-        single source.
+        """Return the estimated fraction of all text, 0 to 1, that is unread when every
+        slot has read as many bytes as an average run of epoch 0 has. There must be only
+        one source.
 
-        Slots read equally fast. The unread text is the part of the longer runs that
-        exceeds the average.
+        Slots read equally fast. The unread text is therefore what longer runs have
+        beyond the average.
         """
         texts = [
             sum(segment.text for segment in self.run(slot, 0).segments)
@@ -380,8 +384,9 @@ def _cut(edges: list[int], slots: int) -> list[int]:
     """Return where each slot's run begins on the line, and where the last run ends:
     ``slots`` + 1 numbers.
 
-    Each run gets an equal share of what remains of the line. A cut close to the edge of
-    a file moves to the edge.
+    The line is cut from its beginning. Each cut gives the next slot 1/n of the uncut
+    rest of the line, if n slots have no run yet. A cut close to a file's edge moves to
+    the edge.
     """
     end = edges[-1]
     cuts = [0]
@@ -396,18 +401,19 @@ def _cut(edges: list[int], slots: int) -> list[int]:
 
 
 def one_share(slots: int) -> list[Share]:
-    """Return the share of a run's only source, which has no name and all slots."""
+    """Return the share of a run's only source, which has no name and owns all slots."""
     return [Share("", first=0, slots=slots, total=slots, asked=1.0)]
 
 
 def shares(weights: dict[str, float], slots: int) -> list[Share]:
     """Return each source's share of the slots, in proportion to its weight (> 0).
 
-    The shares have the order of ``weights``, which is by name, and follow each other.
-    Slots that remain after rounding down go to the largest remainders, and among equal
-    ones to the first source. Raises ConfigError if a source gets no slot.
+    The shares have the order of ``weights``, and each share begins where the one before
+    it ends. Slots that remain after rounding down go to the sources with the largest
+    remainders; among equal remainders, the first source is served first. Raises
+    ConfigError if a source gets no slot.
     """
-    # so that 0.1 is exactly one tenth
+    # repr, so that 0.1 is exactly one tenth
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
     quotas = {
         name: slots * weight / sum(exact.values()) for name, weight in exact.items()
@@ -423,7 +429,8 @@ def shares(weights: dict[str, float], slots: int) -> list[Share]:
         raise ConfigError(
             f"stream.sources: {slots} slots are too few for {', '.join(without)}, "
             f"whose weight asks for {asked} of them: raise training.global_batch_size "
-            f"(and stream.slots, if set) to have at least {least} slots, or the weight"
+            f"(and stream.slots, if it is set) until there are at least {least} slots, "
+            "or raise the weight"
         )
     first_slots = accumulate(counts.values(), initial=0)
     return [

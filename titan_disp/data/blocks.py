@@ -1,9 +1,9 @@
 """Blocks are the places in a file where reading can begin.
 
-The index of the data finds them (``index``).
+The index of the data finds the blocks (``index``).
 
 A pass visits a file's blocks in an order that changes with the epoch, which mixes sorted
-files. It leaves out the blocks that none of its slots owns. In a file with blocks,
+files. The pass leaves out blocks that none of its slots owns. In a file with blocks,
 documents are numbered in the order of the visits.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# 2⁶⁴ / golden ratio, odd: no other number's multiples are spread more evenly
+# 2⁶⁴ / golden ratio, odd. No other number's multiples are spread more evenly.
 STEP = 0x9E3779B97F4A7C15
 
 

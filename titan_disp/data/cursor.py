@@ -1,8 +1,9 @@
 """A cursor returns the usable documents of a slot, one after another.
 
-The rules for skipping depend on one slot and one file only, so any number of ranks
-skips the same documents. Everything between two usable documents of a slot is skipped
-in one call. No stored position lies in between, so a resume skips the same documents.
+The rules for skipping depend on one slot and one file only, so the same documents are
+skipped on any number of ranks. Everything between two usable documents of a slot is
+skipped in one call. No stored position lies between the two documents, so a resume
+skips the same documents.
 """
 
 import sys
@@ -32,20 +33,21 @@ from titan_disp.data.position import Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
-# … documents in a row of a compressed file that cannot be parsed: flipped bytes, which
-# spoil the rest of it
+# … this many documents in a row that cannot be parsed, in a compressed file: its bytes
+# are flipped, which spoils the rest of the file
 _GARBAGE = 8
-# … documents in a row that cannot be used: the rest is likely to be of the same kind
+# … this many documents in a row that cannot be used: the rest of the file is likely to
+# be of the same kind
 _BAD_ROW = 1000
-# … documents in a row that cannot be used, when the file ends with them
+# … this many documents in a row that cannot be used, at the end of the file
 _BAD_END = 100
 
 # A slot gives up after …
 _BAD = 1000  # … unusable documents in a row, once it has read its whole share
-# … epochs in a row without any document, times the number of slots: this happens to a
-# sound corpus with probability e⁻²⁰
+# … this many epochs per slot of the run, in a row, without any document: a sound corpus
+# has so many with probability e⁻²⁰
 _EPOCHS = 20
-# … unusable documents in a row anywhere, because the other ranks wait in the meantime
+# … unusable documents in a row anywhere, because the other ranks wait meanwhile
 _HOPELESS = 20_000
 _HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
 
@@ -77,10 +79,10 @@ class Faults:
         return self._sources[bisect_right(self._first_files, file) - 1]
 
     def report(self, fault: str, limit: int = _MOST_LOGGED) -> None:
-        """Log a fault, unless it was logged before, or ``limit`` other faults were.
+        """Log a fault, unless it or ``limit`` other faults were logged before.
 
         ``fault`` names what is skipped and says why. If stream.on_bad_data is "fail",
-        nothing is skipped: this raises DataError with ``fault``.
+        nothing is skipped, and this raises DataError with ``fault``.
         """
         if self.options.on_bad_data == "fail":
             raise DataError(f'{fault}. stream.on_bad_data = "skip" would pass over it')
@@ -97,8 +99,8 @@ class Faults:
         """Return the reason to skip the rest of a file whose last ``in_a_row`` documents
         cannot be used, or None to read on.
 
-        The file is read on if ``in_a_row`` is less than ``threshold``, or if the file
-        has more bytes than the fraction stream.max_skipped_fraction of its source.
+        The file is read on if ``in_a_row`` is less than ``threshold``. It is also read
+        on if it is larger than the fraction stream.max_skipped_fraction of its source.
         """
         if in_a_row < threshold:
             return None
@@ -110,7 +112,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Document:
-    """A usable document of a slot; it is not empty."""
+    """A usable document of a slot. It is not empty."""
 
     content: str | np.ndarray  # a text, or token ids as stored
     size: int  # bytes in UTF-8, or of the ids as stored
@@ -127,9 +129,9 @@ class _Search:
     epochs: int = 0  # epochs that ended
     empty: int = 0  # documents without text
     bad: int = 0  # documents that cannot be used
-    # The bad documents at the end of what was read of the current file, and their bytes.
-    # Empty documents may stand between them. (``Position.choose`` stays with a part
-    # until a document is used or the file ends.)
+    # The bad documents directly before the current place in the file, and their bytes.
+    # Empty documents may stand between the bad ones. (``Position.choose`` stays with a
+    # part until a document is used or the file ends.)
     row: int = 0
     row_bytes: int = 0
     # the last documents of ``row`` that are ``Garbage``, in a compressed file
@@ -201,9 +203,9 @@ class Cursor:
     def _pass_over(
         self, part: Part, segment: Segment, index: int, size: int, error: BadDocument
     ) -> None:
-        """Move past an unusable document of ``size`` bytes, or past the rest of its file
-        if there were too many in a row. Report the document and count it as skipped,
-        unless it is ``Empty``.
+        """Move past an unusable document of ``size`` bytes. If there were too many such
+        documents in a row, move past the rest of the file. Report the document and
+        count it as skipped, unless it is ``Empty``.
 
         Raises DataError if stream.on_bad_data is "fail", or the slot gives up.
         """
@@ -234,7 +236,7 @@ class Cursor:
 
     def _end_file(self, part: Part, segment: Segment, end: FileEnd) -> None:
         """Go on to the part's next file. The file that has ended counts as damaged if
-        its reader says so, or if too many documents before its end cannot be used.
+        its reader has found damage, or if too many documents at its end cannot be used.
 
         Raises DataError as ``_pass_over`` does.
         """
@@ -256,8 +258,8 @@ class Cursor:
         name = self.faults.files[segment.file].name
         text = f"{name} is damaged and ends early: {damage}"
         self.faults.report(text, limit=sys.maxsize)
-        # ``_pass_over`` has counted the documents that revealed the damage, and their
-        # bytes. They are part of the damage.
+        # ``_pass_over`` has counted the documents (and bytes) that revealed the damage.
+        # They are part of the damage.
         taken = self.position.taken(part) + search.row_bytes
         self.position.count_skipped(
             documents=-search.row,
@@ -280,8 +282,8 @@ class Cursor:
     def end_epoch(self) -> None:
         """Go on to the next epoch, when ``next_of_epoch`` has returned None.
 
-        Raises DataError if the slot gives up. If there are few documents, a slot has
-        none in some epochs, but on average one in S epochs.
+        Raises DataError if the slot gives up. If there are few documents, a slot has no
+        document in some epochs, but on average at least one document in S epochs.
         """
         search = self._search
         slots = self.position.assignment.slots
@@ -314,7 +316,8 @@ class Cursor:
         )
 
 
-FIRST = 1000  # documents; a few bad ones are a large fraction of fewer documents
+# Fewer documents are not judged, because a few bad ones are a large fraction of them.
+FIRST = 1000
 # damaged files per epoch; with fewer, a small data set may still be worth a run
 FEW = 10
 
@@ -324,8 +327,8 @@ def check_skipped(what: str, skipped: float, total: float, allowed: float) -> No
 
     ``what`` ends the sentence of the message, such as "documents could not be used".
 
-    The counts are those of all ranks together, so that all ranks decide alike, and so
-    does any number of ranks.
+    The counts are those of all ranks together. All ranks therefore decide alike, and
+    the decision does not depend on the number of ranks.
     """
     if skipped > allowed * total:
         raise DataError(
@@ -336,8 +339,8 @@ def check_skipped(what: str, skipped: float, total: float, allowed: float) -> No
 
 
 def check_documents(skipped: float, used: float, allowed: float) -> None:
-    """Raise DataError if more than the fraction ``allowed`` of all documents, skipped or
-    used, was skipped. Fewer than 1000 documents are not judged.
+    """Raise DataError if more than the fraction ``allowed`` of all documents (skipped
+    or used) was skipped. Fewer than 1000 documents are not judged.
     """
     if skipped + used >= FIRST:
         what = "documents could not be used"

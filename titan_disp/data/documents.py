@@ -39,8 +39,8 @@ _READ = 1 << 18  # decompressed bytes
 class _Zstd(io.RawIOBase):
     """The decompressed content of a zstd file, by pyarrow.
 
-    pyarrow drops what a failing read has decompressed. The file is then decompressed
-    again up to this read, and byte by byte from there on.
+    When a read fails, pyarrow drops what this read has decompressed. The file is then
+    decompressed again up to the place of this read, and byte by byte from there on.
     """
 
     def __init__(self, stored: io.BufferedReader) -> None:
@@ -84,7 +84,7 @@ class _Zstd(io.RawIOBase):
 class _AsUtf8(io.RawIOBase):
     """The text of a stream in another encoding, converted to UTF-8.
 
-    (The time that the readers of ``codecs`` take grows with the square of the number of
+    (``codecs`` has such readers, but their time grows with the square of the number of
     lines.)
     """
 
@@ -136,7 +136,7 @@ class Documents:
         self._records: Iterator[Record] = iter(())
         self._at: Callable[..., Iterator[Record]] = lambda *span: iter(())
         self.table: Any = None  # the open Parquet file
-        # where the last document that was read begins, in bytes, if it is token ids
+        # if the file holds token ids: where the last document read begins, in bytes
         self.place: int | None = None
 
     @property
@@ -163,8 +163,8 @@ class Documents:
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
             DataError: the file cannot be read but may be sound, so that skipping it
-                could lose data; or a sound file does not fit the config (its column or
-                tokenizer).
+                could lose data. Or the file is sound, but its column or tokenizer is
+                not that of the config.
         """
         try:
             return self._read()
@@ -232,8 +232,8 @@ class Documents:
         )
 
     def _damage(self) -> str | None:
-        """Return what is wrong after the readable part of the file, or None if nothing
-        is known to be.
+        """Return what is wrong after the readable part of the file, or None if no
+        damage is known.
         """
         if self._raw is not None and self._raw.damage is not None:
             return self._raw.damage
@@ -269,8 +269,8 @@ class Documents:
             deque(islice(self._records, self.position), maxlen=0)
 
     def _buffer_size(self) -> int:
-        """Return the bytes that are read ahead."""
-        # pyarrow jumps to the places that the footer names
+        """Return the size of the buffer that reads ahead, in bytes."""
+        # small, because pyarrow jumps to the places that the footer names
         if self.file.name.endswith(formats.PARQUET):
             return io.DEFAULT_BUFFER_SIZE
         if self.visits is None:

@@ -1,15 +1,16 @@
-"""A look at the files of a run, before the run reads them.
+"""This module looks at the files of a run before the run reads them.
 
-``look_at_all`` opens the files in parallel, and reads the footer and the first rows of
-a Parquet file, and the first documents of other files. It finds files in other
+``look_at_all`` opens the files in parallel. It reads the footer and the first rows of
+Parquet files, and the first documents of other files. It finds files in other
 encodings, files without rows, and files without any usable document. A process looks at
 a file once. When training starts, it writes the results to ``data.json`` in the run's
-folder, so that the next start opens only the files that have changed, and knows which
+folder. The next start then opens only the files that have changed, and knows which
 files the run began with.
 
-On the hub, a look takes a request or two. Therefore only some of many files are opened,
-and only the footers of Parquet files. If the hub does not answer, training starts
-anyway: the run will meet what the look has missed.
+A look at a file on the hub takes a request or two. If many files are on the hub, only
+some of them are opened. Parquet files on the hub are opened only for their footers. If
+the hub does not answer, training starts anyway, and the run will meet any fault of the
+files.
 """
 
 import io
@@ -50,8 +51,8 @@ DATA = "data.json"  # in a run's folder
 DOCUMENTS = 20  # most documents of a file to look at, until one can be used
 # A shared file system takes milliseconds for each file.
 THREADS = 16
-# Stored bytes that are read to measure a file's density; more than buffers and decoders
-# hold.
+# Stored bytes that are read to measure a file's density. They must be more than buffers
+# and decoders hold.
 SAMPLE = 1 << 20
 SMALL = 1 << 16  # bytes; a larger Parquet file has more than a footer
 MOST_ON_HUB = 256  # most files of a data set that are opened on the hub
@@ -121,8 +122,8 @@ def ledger_lines(run: str | Path) -> list[str]:
 def write(
     files: Sequence[DataFile], entries: Sequence[Entry], options: StreamOptions
 ) -> None:
-    """Write to the run's folder the ``files`` as they are read now, the former entries
-    of other files, the looks, and the ledger.
+    """Write to the run's folder: the ``files`` as they are read now, the files that
+    only an earlier start had, the looks, and the ledger (``entries``).
     """
     names = {file.name for file in files}
     former = [
@@ -141,7 +142,7 @@ def write(
         with atomic_write(Path(options.run_folder) / DATA) as unfinished:
             unfinished.write_text(json.dumps(content, indent=1))
     except OSError as error:  # the next start looks at the files again
-        logger.warning(f"what is known of the data cannot be written: {error}")
+        logger.warning(f"what is known about the data cannot be written: {error}")
 
 
 _looks: dict[str, Look] = {}  # the looks of this process, by ``_key``
@@ -162,10 +163,10 @@ def _key(file: DataFile, options: StreamOptions) -> str:
 def look_at_all(
     files: Sequence[DataFile], options: StreamOptions
 ) -> dict[DataFile, Look]:
-    """Return the looks at the files of a data set that are opened.
+    """Return a look at each file of a data set that is opened.
 
-    Not opened are files that are left out, files of token ids if there is no tokenizer,
-    and most of many files on the hub.
+    Three kinds of files are not opened: files that are left out, files of token ids if
+    there is no tokenizer, and most of the files on the hub if these are many.
     """
     for key, look in of_run(options.run_folder).looks.items():
         _looks.setdefault(key, look)
@@ -196,8 +197,8 @@ def _may_have_no_rows(file: DataFile) -> bool:
 
 
 def _may_stay_unseen(file: DataFile) -> bool:
-    """Return whether a file is on the hub and need not be opened. A file without rows
-    must be opened, because it changes the run's positions.
+    """Return whether a file is on the hub and need not be opened. A file that may have
+    no rows must be opened, because a file without rows changes the run's positions.
     """
     return file.on_hub and not _may_have_no_rows(file)
 
@@ -282,10 +283,10 @@ def check_content(
     """Return the files of a data set with their encodings, after a look at each.
 
     Raises ConfigError if files without any usable document hold more than
-    ``stream.max_skipped_fraction`` of the bytes (or if there is any such file, and
-    on_bad_data is "fail"), or if a .txt file is one document that is too long. All other
-    bad documents and damaged files are left to the run. ``key`` is the config section,
-    for messages.
+    ``stream.max_skipped_fraction`` of the bytes. If on_bad_data is "fail", one such
+    file is enough. Also raises ConfigError if a .txt file is one document that is too
+    long. All other bad documents and damaged files are left to the run. ``key`` is the
+    config section, for messages.
     """
     looks = look_at_all(files, options)
     for file in looks:
@@ -320,8 +321,8 @@ def check_content(
 
 
 def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
-    """Return a sentence about the files with ``problems``, of ``files`` files in all.
-    They hold the fraction ``lost`` of the bytes.
+    """Return a sentence about the files with ``problems``, which hold the fraction
+    ``lost`` of the bytes. ``files`` is the number of all files.
     """
     file, problem = next(iter(problems.items()))
     summary = f"{file.url}: {problem}"
@@ -334,8 +335,8 @@ def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
 
 
 def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
-    """Return a look with the problem of the first documents of a file, if none of them
-    can be used. Empty documents, too long documents and damage are not such a problem.
+    """Return ``look``, with a problem if none of the file's first documents can be
+    used. Empty documents, too long documents and damage do not count as a problem.
     """
     problem = None
     with closing(Documents(file, options)) as documents:
@@ -372,10 +373,10 @@ def _advice(error: str, file: DataFile) -> str:
 
 
 def measured(files: Sequence[DataFile], options: StreamOptions) -> list[DataFile]:
-    """Return the files of a data set with density, sample and blocks, from the index or
-    else measured.
+    """Return the files of a data set with density, sample and blocks. If there is an
+    index, it has these values; otherwise they are measured.
 
-    Without an index, ``density`` is measured at the first start of the run, at the
+    Without an index, ``density`` is measured at the first start of the run, from the
     beginnings of up to three files with the same suffix.
     """
     if options.index:
@@ -456,13 +457,13 @@ def _sampled(file: DataFile, options: StreamOptions) -> tuple[int, float]:
 def after_left_out(
     files: Sequence[DataFile], options: StreamOptions, prefix: str = ""
 ) -> list[DataFile]:
-    """Return the files of a data set, whose names begin with ``prefix``, changed by
-    ``stream.left_out``.
+    """Return the files of a data set after ``stream.left_out`` is applied. The names of
+    ``files`` begin with ``prefix``.
 
     A left-out file with which the run began stays in the list as a file without
     documents, even if it no longer exists. The positions in all other files therefore
-    stay. Any other left-out file is removed from the list. Raises ConfigError if no file
-    remains.
+    stay valid. Any other left-out file is removed from the list. Raises ConfigError if
+    no file remains.
     """
     names = {name for name in options.left_out if name.startswith(prefix)}
     former = {

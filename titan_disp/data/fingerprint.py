@@ -1,6 +1,6 @@
 """The fingerprint describes a run's data.
 
-A checkpoint holds it, so that a resume with other data can be refused.
+A checkpoint holds the fingerprint, so that a resume with other data can be refused.
 """
 
 import hashlib
@@ -64,8 +64,8 @@ def fingerprint(
     slots: int,
     shares: Sequence[Share] = (),
 ) -> dict[str, Any]:
-    """Return everything that decides which tokens each slot gets, under the names of
-    config keys where there are any.
+    """Return everything that decides which tokens each slot gets. Values of config keys
+    are stored under the names of these keys.
     """
     values = {
         **vars(options),
@@ -121,13 +121,13 @@ def data_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a fingerprint that can be compared with another one's."""
+    """Return the parts of a fingerprint that are comparable with those of ``other``."""
     files = dict(fingerprint.get("files", []))  # the order of files may differ
-    # A checkpoint of a version without the key used the tokenizer's EOS.
+    # Runs of older versions have no such key, and used the tokenizer's EOS.
     comparable = {"stream.separator": "", **fingerprint, "files": files}
     comparable.pop(FIRST_EPOCH, None)
-    # Files on the hub have neither, and copies elsewhere have one of the two.
-    # Where sizes differ, they say nothing more.
+    # Files on the hub have neither a hash nor an etag, and copies of them elsewhere
+    # have only one of the two. Files of different sizes need no further comparison.
     other_files = dict(other.get("files", []))
     for key in ("contents", "etags"):
         comparable[key] = {
@@ -135,7 +135,7 @@ def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str,
             for file, value in fingerprint.get(key, {}).items()
             if file in other.get(key, {}) and files.get(file) == other_files.get(file)
         }
-    # An index takes hashes and densities from other parts of the files.
+    # With an index, hashes and densities are taken from other parts of the files.
     if _has_index(fingerprint) != _has_index(other):
         for key in ("contents", "text per stored byte"):
             comparable.pop(key, None)
@@ -165,7 +165,7 @@ def _sentence(key: str, former: Any, current: Any) -> str:
     if key == INDEX and current == "none":
         return "stream.index: the data was read with an index then, and is now read without an index"
     if key == INDEX:
-        return "the index describes other blocks or texts than then"
+        return "the index describes other blocks or texts than it did then"
     if key == "stream.sources":
         return f"{key}, with the slots that their weights make: {_slots(former)} then, {_slots(current)} now"
     return f"{key}: {former!r} then, {current!r} now"
@@ -192,9 +192,9 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
             )
         if saved.get("stream.slots") != current["stream.slots"]:
             hint += (
-                " The slots are training.global_batch_size unless stream.slots is "
-                "set; global_batch_size = -1 ties them to the number of ranks, so "
-                "that such a run cannot resume on another number of ranks."
+                " The number of slots is training.global_batch_size unless stream.slots"
+                " is set. With global_batch_size = -1, it depends on the number of "
+                "ranks, so that such a run cannot resume on another number of ranks."
             )
         raise RefusedError(
             f"the checkpoint was written with other data: {'; '.join(changed)}.{hint} Restore the earlier data and "
@@ -206,8 +206,8 @@ def read_data_state(checkpoint: str) -> tuple[dict[str, Any], int]:
     """Return the fingerprint in a checkpoint folder, and the last epoch that any slot
     has begun.
 
-    They are {} and −1 if another loader wrote the checkpoint. Raises CheckpointError if
-    the checkpoint cannot be read.
+    The result is ({}, −1) if another loader wrote the checkpoint. Raises
+    CheckpointError if the checkpoint cannot be read.
     """
     try:
         metadata = safe_dcp.read_metadata(checkpoint).state_dict_metadata

@@ -3,9 +3,9 @@
 - JSON lines: .json .jsonl .ndjson, uncompressed, gzip (.gz) or zstd (.zst).
 - Parquet (.parquet) and Arrow (.arrow): each row of one string column is a document.
 - Tables: .csv .tsv, with the names of the columns in the first row; also .gz or .zst.
-- Plain text: .txt, also .gz or .zst. The whole file is a document, or every block of
-  lines between blank lines is one. It is UTF-8, or has the encoding that a look at the
-  file has found (``encoding_of``).
+- Plain text: .txt, also .gz or .zst. The whole file is one document, or each block of
+  lines between blank lines is one. The text is in UTF-8, or in the encoding that a look
+  at the file has found (``encoding_of``).
 - Token ids: .npy .bin, see ``token_ids``.
 
 This module recognizes the formats, and reads all but the token ids. Its readers yield
@@ -73,7 +73,7 @@ def is_readable(path: str) -> bool:
 HEAD = 512  # first bytes of a file, which are enough to recognize its format
 _HTML = (b"<!doctype html", b"<html")
 _GZIP = b"\x1f\x8b"
-# pzstd begins with a skippable frame that holds the length of the next one.
+# pzstd begins with a skippable frame that holds the length of the next frame.
 _ZSTD = (
     b"\x28\xb5\x2f\xfd",
     *(bytes([i]) + b"\x2a\x4d\x18" for i in range(0x50, 0x60)),
@@ -84,7 +84,7 @@ _REQUIRED: dict[str, bytes | tuple[bytes, ...]] = {
     ".zst": _ZSTD,
     ".parquet": b"PAR1",
 }
-# No file of documents begins with these.
+# No file of documents begins with these bytes.
 _NO_DOCUMENTS = {
     b"version https://git-lfs.github.com/spec/": (
         "a Git LFS pointer instead of the data: git lfs pull fetches the data"
@@ -150,7 +150,7 @@ def mistaken(head: bytes, name: str) -> str | None:
     return None
 
 
-# bytes outside ASCII that Windows-1252 has between two ASCII letters: letters, and
+# bytes outside ASCII that stand between two ASCII letters in Windows-1252: letters, and
 # no-break spaces between words
 _LETTERS = bytes({*range(0xC0, 256)} - {0xD7, 0xF7}) + "ƒŠŒŽšœžŸ’·\xad\xa0".encode(
     "cp1252"
@@ -163,16 +163,16 @@ LOOKED_AT = 1 << 18  # bytes at the beginning of a plain text
 
 
 def encoding_of(head: bytes) -> str:
-    """Return Python's name of the encoding of a plain text, from its first bytes:
+    """Return Python's name for a plain text's encoding, found from its first bytes:
     UTF-16, UTF-32, or Windows-1252, which includes ISO 8859-1. Return "" for UTF-8 and
     for encodings that are not recognized.
 
     Without a byte-order mark, a text is taken for UTF-16 if most of its characters are
-    Western ones, whose high bytes are zero. (Such bytes are valid UTF-8, too.) A text is
-    taken for Windows-1252 if it has no control characters of binary files, few bytes
-    outside ASCII, and between two ASCII letters hardly any bytes except letters and
-    no-break spaces. Polish and Czech words have other bytes there, and Cyrillic texts
-    have many bytes outside ASCII.
+    Western ones, whose high bytes are zero. (Zero bytes are valid UTF-8, too.) A text
+    is taken for Windows-1252 under three conditions: it has no control characters of
+    binary files, it has few bytes outside ASCII, and nearly all such bytes between two
+    ASCII letters are letters or no-break spaces. Polish and Czech words have other
+    bytes between two ASCII letters. Cyrillic texts have many bytes outside ASCII.
     """
     # before UTF-16, because a mark of UTF-32 begins with one of UTF-16
     if head.startswith(_UTF_32_MARKS):
@@ -255,7 +255,7 @@ def text_of(raw: Record, field: str = "text") -> str:
     or the document itself if it is a text.
 
     Raises BadDocument if the document cannot be used: ``raw`` itself if it is a
-    BadDocument, or else one that says why.
+    BadDocument, or else a new BadDocument that says why.
     """
     assert not isinstance(raw, np.ndarray)
     if isinstance(raw, BadDocument):
@@ -388,7 +388,7 @@ _DRAIN = 1 << 20  # bytes of a too long line that are read at a time
 
 
 def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream with their ends, without a byte-order mark.
+    """Yield the lines of a binary stream with line breaks, without a byte-order mark.
 
     A BadDocument stands for a line of more than ``max_bytes``, which is never in memory
     as a whole.
@@ -439,7 +439,7 @@ _LONGEST_ROW = 8
 def table_rows(
     stream: Any, max_bytes: int, field: str, delimiter: str
 ) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column of a table in CSV or TSV.
+    """Yield the texts in one column of a CSV or TSV table.
 
     Raises OtherContent if there is no such column, and DamagedFile where the rest is not
     a table.
@@ -488,8 +488,8 @@ def table_rows(
 
 
 def arrow_rows(stream: Any, max_bytes: int, field: str) -> Iterator[str | BadDocument]:
-    """Yield the texts of a column of an Arrow file, in the format for files or for
-    streams (as ``datasets`` writes it).
+    """Yield the texts in one column of an Arrow file. The file is in Arrow's file
+    format or in its stream format, which ``datasets`` writes.
 
     Raises OtherContent if there is no such column.
     """
@@ -524,8 +524,8 @@ def whole_text(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
 
 def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the blocks of lines between blank lines (only white space), without the
-    line break at the end (\\n or \\r\\n).
+    """Yield the blocks of lines between blank lines, without the line break at a
+    block's end (\\n or \\r\\n). A line of only white space is blank.
     """
     block: list[bytes] = []
     size = 0  # bytes of the block; a block that is too long is not kept in memory
@@ -584,8 +584,8 @@ def parquet_table(stored: io.BufferedReader, name: str) -> Any:
 def parquet_records(
     table: Any, options: StreamOptions, rows: int, *groups: int
 ) -> Iterator[str | BadDocument]:
-    """Yield the texts of the column stream.text_field, of all row groups or of those in
-    ``range(*groups)``. ``rows`` rows are decoded at a time.
+    """Yield the texts of the column stream.text_field, from all row groups or only from
+    those in ``range(*groups)``. ``rows`` rows are decoded at a time.
 
     Raises OtherContent if there is no such column.
     """
@@ -600,7 +600,7 @@ def parquet_records(
 
 
 def _texts(batch: Any, field: str, max_bytes: int) -> Iterator[str | BadDocument]:
-    """Yield the texts of one column of a batch of rows.
+    """Yield the texts in one column of a batch of rows.
 
     Raises pyarrow.ArrowInvalid if the batch is damaged.
     """

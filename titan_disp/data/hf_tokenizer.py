@@ -1,12 +1,12 @@
 """This module writes and checks an export's tokenizer, which is copied from a Hugging
 Face tokenizer or converted from a SentencePiece model.
 
-transformers' converters of SentencePiece models give other ids for spaces, for
-user-defined symbols, and for text that spells a control symbol. Here, as in
-SentencePiece, the normalizer runs over the whole text before anything splits it.
+transformers' converters of SentencePiece models give other ids than SentencePiece for
+spaces, for user-defined symbols, and for text that spells a control symbol. Here, as in
+SentencePiece, the normalizer runs over the whole text before anything splits the text.
 ``tokenizers`` would split text at added tokens first, and then add the dummy prefix to
-each piece and strip spaces around it. User-defined symbols are therefore split off by a
-pre-tokenizer instead of being added tokens.
+each piece and strip spaces around it. User-defined symbols are therefore not added
+tokens here: a pre-tokenizer splits them off.
 """
 
 import functools
@@ -83,7 +83,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
     SentencePiece merges the neighbours whose concatenation is the piece of the highest
     score, leftmost first. In SentencePiece, all ways to split a piece have the same
-    rank; here, they need different ranks. The way with the longest left part comes
+    rank, but here, they need different ranks. The way with the longest left part comes
     first, because "leftmost first" has this result for a run of one character.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == Piece.NORMAL}
@@ -99,9 +99,9 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 def _scores(model: Any) -> list[tuple[str, float]]:
     """Return the pieces of a unigram model and their scores.
 
-    Text that spells a control symbol or a byte (``<0x41>``) must not become it. These
-    pieces score so low that ordinary pieces, at worst one per character, score better.
-    ``_cuts`` handles characters that are not pieces.
+    Text that spells a control symbol or a byte (``<0x41>``) must not become that piece.
+    Such pieces score so low that ordinary pieces, at worst one per character, score
+    better. ``_cuts`` handles characters that are not pieces.
     """
     never = min(p.score for p in model.pieces) * 100 - 100
     spelled = (Piece.NORMAL, Piece.USER_DEFINED)
@@ -150,15 +150,15 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer:
 
 
 def _cuts(model: Any) -> Iterator[str]:
-    """Yield patterns that end where text is cut that spells a control symbol or a byte,
-    so that the text does not become it.
+    """Yield patterns that end where a text is cut. The cuts prevent a text that spells
+    a control symbol or a byte from becoming that piece.
     """
     characters = set(_pieces(model, Piece.NORMAL))
     for name in _pieces(model, Piece.CONTROL, Piece.UNKNOWN, Piece.BYTE):
         if _is_unigram(model):
             # A character that is no piece scores even less than the symbol
             # (``_scores``). A cut beside such characters changes nothing else, because
-            # a run of them is one unknown token.
+            # a run of such characters is one unknown token.
             for i in range(1, len(name)):
                 if (name[i - 1] in characters) != (name[i] in characters):
                     yield f"{re.escape(name[:i])}(?={re.escape(name[i:])})"
@@ -181,12 +181,12 @@ def _normalization(spec: bytes) -> dict[str, str]:
 
 
 def _junctions(texts: Iterable[str]) -> str:
-    """Return a pattern of the places between two characters that are not within one of
-    ``texts``.
+    """Return a pattern for the places between two characters, except places inside one
+    of ``texts``.
 
-    The beginnings of all texts, of two characters or more, must be among ``texts``.
+    ``texts`` must also contain every beginning of a text, from two characters on.
     """
-    # the first characters of texts, by their last character and by the middle
+    # the first character of each text, by its last character and its middle
     beginnings: dict[str, dict[str, str]] = defaultdict(lambda: defaultdict(str))
     for text in sorted(texts):
         beginnings[text[-1]][text[1:-1]] += text[0]
@@ -210,13 +210,13 @@ _MOST_EXCEPTIONS = 100  # each costs a pass over every text
 @functools.cache
 def _mapping(serialized: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]:
     """Return (normalizer, exceptions): a normalizer that works as a serialized
-    NormalizerSpec of SentencePiece, and the correct replacements of the texts for which
+    NormalizerSpec of SentencePiece, and the correct replacement of each text for which
     the normalizer is wrong.
 
-    ``Precompiled`` looks up whole graphemes, such as a letter with its marks, and drops
-    everything in a grapheme that follows the shortest text of the map. Therefore all
-    characters are separated first. Then NFC composes them, but only within the texts of
-    the map: SentencePiece neither composes other texts nor reorders marks.
+    ``Precompiled`` looks up whole graphemes, such as a letter with its marks. It drops
+    what follows the shortest text of the map in the grapheme. Therefore all characters
+    are separated first. Then NFC composes the characters, but only within the texts of
+    the map, because SentencePiece neither composes other texts nor reorders marks.
     (``tokenizers`` fails if something is put before the first character.)
     """
     replacements = _normalization(serialized)
@@ -342,13 +342,13 @@ PROBES = (
 # fmt: on
 """Texts on which tokenizers differ.
 
-They contain no special tokens, which libraries treat differently.
+The texts contain no special tokens, which libraries treat differently.
 """
 
 
 def map_probes(file: str | Path) -> Iterator[str]:
-    """Yield texts that contain everything that a SentencePiece model's map replaces, each
-    time before a combining mark.
+    """Yield texts that contain everything that a SentencePiece model's map replaces,
+    always followed by a combining mark.
     """
     spec = read_model(file).normalizer_spec.SerializeToString()
     texts = [f"{text}\N{COMBINING ACUTE ACCENT}" for text in _normalization(spec)]
@@ -419,7 +419,7 @@ def write_tokenizer(
     settings = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
     _write_config(dest, special | settings, seq_len)
     # Segmentations of a run of one character can be equally probable. Rounding decides
-    # their order: SentencePiece computes in float32, tokenizers in float64.
+    # their order, and SentencePiece computes in float32, but tokenizers in float64.
     is_unigram = isinstance(converted.model, models.Unigram)
     _check_written(
         dest,
@@ -436,7 +436,8 @@ def _check_written(
     arranged: Callable[[list[int]], list[int]] = list,
 ) -> None:
     """Raise ConfigError if transformers cannot load the written tokenizer, or if its ids
-    are not those of training. ``arranged`` is applied to both before the comparison.
+    are not those of training. Before the comparison, ``arranged`` is applied to the ids
+    of both tokenizers.
     """
     # Takes seconds to import, and training does not need it
     from transformers import AutoTokenizer
@@ -444,8 +445,8 @@ def _check_written(
     # Several libraries raise their own types, and so does code that a folder names.
     with reported("transformers cannot load the exported tokenizer", Exception):
         written = AutoTokenizer.from_pretrained(dest)
-    # By default, transformers turns text that spells special tokens into them; training
-    # never does.
+    # By default, transformers turns text that spells special tokens into these tokens.
+    # Training never does so.
     as_trained = {
         "add_special_tokens": False,
         "split_special_tokens": True,

@@ -3,9 +3,9 @@ have to guess.
 
 For each file, the index holds the number of documents, the bytes of their text, a hash
 of every text and of the whole file, and the places where reading can begin
-(``blocks``). Reading can begin at lines of JSON and paragraphs of text, if they are not
-compressed, at row groups of Parquet, and at documents of token ids. In a gzip or zstd
-file, a document can only be found by unpacking everything before it.
+(``blocks``). Reading can begin at row groups of Parquet, at documents of token ids,
+and, if a file is not compressed, at lines of JSON and paragraphs of text. In a gzip or
+zstd file, a document can only be found by unpacking everything before it.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ _TOGETHER = 1 << 20  # most blocks of all files: 16 MB, which every rank holds
 class FileIndex:
     """The index of the sound part of one file."""
 
-    about: dict[str, Any]  # ``_about`` the indexed file, and its "sha256"
+    about: dict[str, Any]  # what ``_about`` returned for the file, and its "sha256"
     text: int  # bytes of text in UTF-8, or of token ids as stored
     stored: int  # stored bytes that hold the text
     damage: str | None  # what is wrong after the sound part
@@ -90,8 +90,8 @@ def _hash(content: bytes) -> int:
 
 
 def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
-    """Yield (begin, end, document): where a block would begin if this document were its
-    first, and where a block would end if this document were its last.
+    """Yield (begin, end, document): where a block whose first document is this one
+    would begin, and where a block whose last document is this one would end.
     """
     begin = 0
     while (record := documents.read()) is not None:
@@ -182,7 +182,7 @@ def _is_one_block(file: DataFile, options: StreamOptions) -> bool:
 def _path(folder: Path, options: StreamOptions, file: DataFile) -> Path:
     """Return the path of the index of a file that is read with these options.
 
-    The path allows the folder to be moved together with the data.
+    The path stays valid if the folder is moved together with the data.
     """
     relative = os.path.relpath(os.path.realpath(file.url), os.path.realpath(folder))
     how = options.format
@@ -214,8 +214,8 @@ def _load(path: Path, with_hashes: bool) -> FileIndex | None:
 def _reasons_to_reindex(
     index: FileIndex | None, about: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the reasons why an index does not describe the present file, by the facts
-    that differ.
+    """Return {a fact that differs: the reason why an index does not describe the
+    present file}.
     """
     if index is None:
         return {
@@ -231,7 +231,7 @@ def _reasons_to_reindex(
 
 
 def current(folder: Path, options: StreamOptions, file: DataFile) -> FileIndex | str:
-    """Return the index of a file without hashes, or the reason why there is no index of
+    """Return a file's index, without the hashes, or the reason why no index describes
     the present file.
     """
     index = _load(_path(folder, options, file), with_hashes=False)
@@ -315,7 +315,7 @@ def with_index(files: Sequence[DataFile], options: StreamOptions) -> list[DataFi
 
 
 def _indexed(file: DataFile, index: FileIndex, usual: float, step: int) -> DataFile:
-    """Return a file with its index, in which ``step`` blocks become one.
+    """Return a file with the data of its index. Every ``step`` blocks are merged.
 
     A file without any usable document gets the ``usual`` density, so that its text
     counts as lost.

@@ -83,7 +83,7 @@ def lines(entries: Iterable[Entry]) -> Iterator[str]:
 def of_left_out(reasons: Mapping[str, str]) -> Iterator[Entry]:
     """Yield entries for the local files that a listing has left out.
 
-    ``reasons`` are by the files' paths.
+    The keys of ``reasons`` are the files' paths.
     """
     for path, reason in reasons.items():
         if os.path.isfile(path):

@@ -1,7 +1,7 @@
 """This module lists the files of one split of a data set: in a local folder or glob, in
 an object store, or on the hub.
 
-Files that are left out are logged, and returned with the reason. The files are listed
+Files that are left out are logged, and returned with the reasons. The files are listed
 once, on rank 0, and the list is broadcast to all ranks.
 """
 
@@ -77,9 +77,9 @@ class DataFile:
     name: str
     url: str  # what to open: a local path, hf://datasets/…, or an object's URL
     size: int  # in bytes, as stored
-    # bytes of text per stored byte, of a sample (``findings.measured``) or from the index
+    # bytes of text per stored byte, measured (``findings.measured``) or from the index
     density: float = 1.0
-    # hash of a sample of the content, or, from the index, of the whole content
+    # hash of a sample of the content, or of the whole content if there is an index
     sample: str = ""
     blocks: Blocks | None = field(default=None, compare=False, repr=False)
     damage: str | None = None  # what is wrong after the last block
@@ -189,15 +189,15 @@ def _name_in(root: str, path: str) -> str:
     expect it.
     """
     name = PurePath(os.path.relpath(path, root)).as_posix()
-    # This is the same on nodes with other locales, also if the name is not UTF-8.
+    # The result is the same on nodes with other locales, even if the name is not UTF-8.
     name = os.fsencode(name).decode(errors="surrogateescape")
     suffix = suffix_of(name)
     return name[: -len(suffix)] + suffix
 
 
 def split_of(dataset: str, key: str) -> str:
-    """Return the split that a data set's name selects. If it selects none, this is
-    validation in the section [validation], and train elsewhere.
+    """Return the split that a data set's name selects. If the name selects none, return
+    validation for the section [validation], and train for other sections.
     """
     if is_hub_name(dataset):
         default = "validation" if key == "validation" else "train"
@@ -359,8 +359,8 @@ class _Selection:
 
     def of_folder(self, paths: Sequence[str], folder: str) -> list[str]:
         """Return the split's files among ``paths``, all files of a folder."""
-        # Tables describe documents in other formats beside them, and so does plain text
-        # (README.txt, LICENSE.txt).
+        # Beside documents in other formats, tables and plain texts (README.txt,
+        # LICENSE.txt) only describe these documents.
         for formats in (TABLES, PLAIN_TEXT):
             descriptions = [path for path in paths if suffix_of(path) in formats]
             documents = [path for path in paths if suffix_of(path) not in formats]
@@ -389,8 +389,8 @@ class _Selection:
             )
         rule = f"their names do not say {self.split}"
         if self.c4:
-            # A clone of the data set also holds other variants. From the hub, only this
-            # one is read.
+            # A clone of the data set also holds C4's other variants. From the hub, only
+            # the variant in ``FOLDER`` is read.
             rule += f", or they are not in {stores.FOLDER}"
             of_variant = [
                 path
@@ -513,11 +513,11 @@ def _searched(pattern: str) -> Iterator[str]:
 def files_named(paths: Collection[str], split: str, narrow: bool) -> list[str]:
     """Return the files of a split, whose names contain a mark of the split as a word.
 
-    Files without the mark of any split are training data, too. If names say "train",
-    this holds only if the names are not ``narrow``, as C4's are: in other folders, a
-    file called train_schedules would make all other files disappear. The word "test"
-    marks a split only if the name of another file marks a split: a text about tests is
-    training data.
+    Files without any split's mark are training data, too. There is one exception: if
+    names are ``narrow``, as C4's are, and a file's name says "train", then only such
+    files are training data. In other folders, one file called train_schedules would
+    exclude all other files. The word "test" marks a split only if another file's name
+    marks a split, because a text about tests is training data.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:
@@ -540,8 +540,8 @@ def _kept_back(paths: Collection[str], folder: str) -> set[str]:
     """Return the plain texts that are held out for validation, chosen by a hash of their
     names: at least 1 % of them.
 
-    None are held out if there are fewer than 100 files or files in other formats, or if
-    a name contains the word validation.
+    None are held out if there are fewer than 100 files, if there are files in other
+    formats, or if a name contains the word validation.
     """
     if (
         len(paths) < 100
@@ -566,8 +566,8 @@ def _counts(paths: Iterable[str]) -> str:
 def on_rank_0(
     function: Callable[..., T], *args: Any, group: dist.ProcessGroup | None = None
 ) -> T:
-    """Return the result of ``function``, which only rank 0 calls, on all ranks. An error
-    of the function is raised on all ranks.
+    """Return, on all ranks, the result of ``function``, which only rank 0 calls. An
+    error of the function is raised on all ranks.
 
     This is a collective call of ``group``, which must hold all ranks. If hundreds of
     ranks listed the files, the hub would answer 429 and a shared file system would be

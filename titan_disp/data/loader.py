@@ -1,6 +1,6 @@
-"""The dataloader of the document streams, with the interface of TorchTitan's.
+"""The dataloader of the document streams. It has the interface of TorchTitan's loader.
 
-It prefetches batches, and holds positions and counters.
+The loader prefetches batches, and holds positions and counters.
 
 A rank owns contiguous slots. The loader takes one sequence of each slot in turn, and
 divides them into microbatches. A global batch therefore holds the same sequences for any
@@ -53,7 +53,7 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 
 details = logging.getLogger(__name__)  # not for the console: see run.console
-# Over all ranks, these counters take the largest value, and all others the sum.
+# Over all ranks, these counters have the largest value, and all others have the sum.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 Counters = Mapping[Metric, float]
 
@@ -79,7 +79,7 @@ class StreamLoader(BaseDataLoader):
     Attributes:
         slots: the slots of this rank.
         positions: [slots of this rank, k] int64, each slot's position after the last
-            sequence that was handed out, not prefetched.
+            sequence that was handed out. Prefetched sequences are not counted.
         groups: the shares of the sources, whose epochs are counted separately. A single
             source has no name.
         slot_counts: how many of the rank's slots belong to each source, by the source's
@@ -151,10 +151,11 @@ class StreamLoader(BaseDataLoader):
         return self._running
 
     def use(self, worker: Worker) -> None:
-        """Let the next iteration read in a worker that has started before.
+        """Let the next iteration read in ``worker``, which has already started.
 
-        A tokenizer that another train spec has built is not sent to it, because it may
-        come out of pickle with other settings. The iteration then forks this process.
+        A tokenizer that another train spec has built is not sent to the worker, because
+        it may come out of pickle with other settings. The iteration then forks this
+        process.
         """
         if isinstance(self.tokenizer, AnyTokenizer):
             worker.send(self._opener())
@@ -203,7 +204,7 @@ class StreamLoader(BaseDataLoader):
             del received  # DataLoader stops its worker when its iterator is deleted
 
     def _opener(self) -> OpenStreams:
-        """Return what opens the rank's streams at positions."""
+        """Return a function that opens the rank's streams at given positions."""
         return partial(
             RankStreams,
             self.files,
@@ -214,12 +215,12 @@ class StreamLoader(BaseDataLoader):
         )
 
     def _arrivals(self) -> Iterator[Arrival]:
-        """Return an iterator over what the prefetch worker sends, or what this process
-        reads without one.
+        """Return an iterator over what the prefetch worker sends, or over what this
+        process reads if there is no worker.
         """
         positions = self.positions.numpy()
         worker = self._worker
-        self._worker = None  # it reads from one position on
+        self._worker = None  # a worker can begin only once
         if worker is not None:
             return worker.begin(positions)
         open_streams = partial(self._opener(), positions=positions)
@@ -228,11 +229,11 @@ class StreamLoader(BaseDataLoader):
     def counters(self) -> dict[Metric, float]:
         """Return this rank's counters of the sequences handed out.
 
-        They count from the start of the run, or from ``restart``; stored_bytes and
-        seconds_waited count from the start of this process. "epoch" is the latest epoch
-        of the rank's slots. "epochs_read" is the text used or skipped, divided by all
-        text, so that its sum over the ranks is that of the run. If there are several
-        sources, each has its own epoch, epochs_read, documents and text_bytes.
+        Most counters count from the start of the run, or from ``restart``. stored_bytes
+        and seconds_waited count from the start of this process. "epoch" is the latest
+        epoch of the rank's slots. "epochs_read" is the text used or skipped, divided by
+        all text, so that the sum over the ranks is the run's value. If there are
+        several sources, each has its own epoch, epochs_read, documents and text_bytes.
         """
         columns = self.positions.sum(0).tolist()
         counters: dict[Metric, float] = {
@@ -291,8 +292,8 @@ class StreamLoader(BaseDataLoader):
         if documents >= FIRST:
             lost = counters[Metric("skipped_bytes")]
             check_skipped("bytes of text could not be used", lost, text_begun, allowed)
-        # FEW files per epoch: otherwise, one damaged file among a few would stop a run
-        # in its tenth epoch, and after every resume.
+        # Judged only from FEW damaged files per epoch on. Otherwise, one damaged file
+        # among a few would stop a run in its tenth epoch, and after every resume.
         damaged = counters[Metric("skipped_files")]
         if damaged * len(self.files) >= FEW * files_begun:
             check_skipped(
@@ -300,8 +301,9 @@ class StreamLoader(BaseDataLoader):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint (JSON) and a copy of the positions: of all slots,
-        [S, k], sharded over ``mesh``, or of this rank if there is no mesh.
+        """Return the fingerprint (JSON) and a copy of the positions. These are the
+        positions of all slots, [S, k], sharded over ``mesh``, or those of this rank's
+        slots if there is no mesh.
         """
         positions: Tensor = self.positions.clone()
         if self.mesh is not None:

@@ -103,7 +103,7 @@ def stream_options(
 
 
 def default_threads() -> int:
-    """Return the cores that this process may use, divided among the node's ranks: from
-    1 to 4, enough for any GPU.
+    """Return a number of threads, 1 to 4: the cores that this process may use, divided
+    among the node's ranks. Four threads are enough for any GPU.
     """
     return max(1, min(4, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

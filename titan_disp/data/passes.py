@@ -65,7 +65,7 @@ class _Pass:
     """One sequential read of a file, for some slots of this rank in one epoch.
 
     Attributes:
-        queues: by slot.
+        queues: the queue of each slot, by slot.
         queued: bytes in all queues.
         end: the end of the file, once it is reached.
     """
@@ -80,7 +80,7 @@ class _Pass:
         self.queued = 0
         self.end: FileEnd | None = None
         self._counted = 0  # stored bytes at the last call of newly_read
-        # of all documents read, whichever slot owns them
+        # the number and bytes of all documents read, whichever slot owns them
         self._read = 0
         self._read_bytes = 0
         self._by_key = sorted(queues.values(), key=_lowest_key)
@@ -99,7 +99,7 @@ class _Pass:
 
     def wants(self, visit: int) -> bool:
         """Return whether to read the block of a visit. A block is not read if blocks are
-        dealt out and its slot wants no document of it any more.
+        dealt out and the block's owner wants none of its documents any more.
         """
         visits = self.documents.visits
         if visits is None or not visits.dealt:
@@ -108,8 +108,9 @@ class _Pass:
         return queue is not None and queue.start < visits.first[visit + 1]
 
     def advance(self, slot: int) -> None:
-        """Read the next document, and queue it for its owner if that slot wants it. At
-        the end of the file, or where it is damaged, set ``end`` and close the file.
+        """Read the next document, and queue it for the slot that owns it, if that slot
+        wants it. At the end of the file, or where the file is damaged, set ``end`` and
+        close the file.
 
         ``slot`` waits for a document. If the queues hold too much, the pass stops
         feeding another slot. Raises DataError as ``Documents.read`` does.
@@ -148,7 +149,7 @@ class _Pass:
         return options.queue_bytes + len(self.queues) * options.shuffle_window * mean
 
     def _stop_feeding(self, slot: int) -> None:
-        """Add no more documents to the fullest queue of the other slots, if there is one.
+        """Add no more documents to the fullest of the other slots' queues, if any.
 
         The slot of this queue is furthest behind. It will read the rest of the file in
         a pass of its own.
@@ -257,7 +258,7 @@ class Passes:
 
     def _begin(self, slot: int, epoch: int, segment: Segment, start: int) -> _Pass:
         """Return a new pass over a file, for this slot and for the rank's other slots
-        that still want it in this epoch. The file is opened when it is read.
+        that still want the file in this epoch. The first read opens the file.
         """
         queues = {slot: _Queue(segment, start)}
         for other in self.positions[slot].assignment.owners(segment.file, epoch):
@@ -278,8 +279,8 @@ class Passes:
         return reading
 
     def leave(self, slot: int, epoch: int, file: int) -> None:
-        """Let a slot leave its pass over a file, if there is one: it needs no more of
-        the file in this epoch, or begins another pass.
+        """Let a slot leave its pass over a file, if there is one. The slot needs no
+        more of the file in this epoch, or begins another pass.
         """
         reading = self._open.pop((slot, epoch, file), None)
         if reading is not None:
@@ -325,10 +326,10 @@ def bytes_before(
     """Return the estimated stored bytes, by file, that a rank with these positions reads
     again at a resume, before the first new document.
 
-    These are the files of the positions' unread parts. Files that have blocks are left
-    out, because reading begins at any block. If several positions are in a file, the
-    furthest one counts. (Slots in different epochs read the file once for each epoch.
-    This is not counted.)
+    Only the files of the positions' unread parts count. Files that have blocks are left
+    out, because reading can begin at any block. If several positions are in a file, the
+    furthest one counts. (Slots in different epochs read the file once for each epoch,
+    but it is counted once.)
     """
     before: Counter[int] = Counter()
     for position in positions:

@@ -1,7 +1,7 @@
 """What a *position* is: the 19 integers from which a slot continues.
 
 A checkpoint stores one row of integers for each slot. From these rows, any number of
-ranks reads on at the next token. ``Field`` names the integers. They are of four kinds:
+ranks reads on at the next token. ``Field`` names the integers, which are of four kinds:
 
 - *Documents.* A slot reads its run in three parts, see ``assignment``. For each part
   there is the index of the next document, and how much text was taken from the part:
@@ -12,8 +12,8 @@ ranks reads on at the next token. ``Field`` names the integers. They are of four
 - *Totals* since the start of the run.
 
 All changes of a position are made here. ``Cursor`` moves a ``Position`` past the
-documents that it reads. A ``Document`` holds two copies of it, from before and after
-the document. The loader keeps the row that follows the last sequence trained on.
+documents that it reads. A ``Document`` holds two copies of the position, from before
+and after the document. The loader keeps the row after the last sequence trained on.
 """
 
 from enum import IntEnum
@@ -45,7 +45,7 @@ class Field(IntEnum):
     BYTES = 15  # of text, in UTF-8, of the documents used
     SKIPPED = 16  # documents skipped since the start of the run
     SKIPPED_FILES = 17  # files that ended early
-    SKIPPED_BYTES = 18  # about the bytes of both
+    SKIPPED_BYTES = 18  # about the bytes of these documents and files
 
 
 # For each part: the index of its next document in the file, and the bytes of text
@@ -89,7 +89,7 @@ class Position:
         cls, slot: int, assignment: Assignment, fraction: float
     ) -> "Position":
         """Return the approximate position of a slot that has read a fraction of an
-        epoch's text. The bytes taken are estimated; the indices of documents are not.
+        epoch's text. Only the bytes taken are estimated, not the indices of documents.
         """
         position = cls(slot, np.zeros(len(Field), dtype=np.int64), assignment)
         for part, segments in position.run().parts.items():
@@ -124,9 +124,9 @@ class Position:
         return bool(self.values[Field.DONE] >> part & 1)
 
     def choose(self) -> Part | None:
-        """Return the part furthest behind its share, or None if all are read.
+        """Return the unread part furthest behind its share, or None if all are read.
 
-        This is the part with the smallest taken / length; among equal ones the first.
+        This is the part with the smallest taken / length, or the first of equal parts.
         """
         lengths = self.run().lengths
         return min(
@@ -147,7 +147,7 @@ class Position:
         """Return what the slot still needs of a file that several slots share: the
         segment and the index of its next document in ``epoch``.
 
-        Return None if the slot needs nothing of the file in that epoch (any more).
+        Return None if the slot needs nothing of the file, or no more, in that epoch.
         """
         if self.epoch > epoch:
             return None
@@ -168,8 +168,8 @@ class Position:
     # ---- moves
 
     def use(self, part: Part, index: int, size: int, skipped: int = 0) -> None:
-        """Move past document ``index`` of a part, which has ``size`` bytes of text.
-        ``skipped`` is the size in bytes of the unusable documents directly before it.
+        """Move past document ``index`` of a part. The document has ``size`` bytes of
+        text, and the unusable documents directly before it have ``skipped`` bytes.
         """
         self.pass_over(part, index)
         self.values[TAKEN[part]] += skipped + size
@@ -179,8 +179,8 @@ class Position:
             self.values[Field.FILE_BYTES] += skipped + size
 
     def pass_over(self, part: Part, index: int) -> None:
-        """Move past document ``index`` of a part, which cannot be used. ``choose`` stays
-        with the part.
+        """Move past the unusable document ``index`` of a part. ``choose`` stays with
+        the part.
         """
         self.values[NEXT[part]] = index + 1
 
@@ -236,8 +236,8 @@ class Position:
 
 
 def in_window(values: np.ndarray, documents: int, size: int) -> np.ndarray:
-    """Return the position after ``documents`` more documents of a window, which have
-    ``size`` bytes of text.
+    """Return the position after ``documents`` more documents of a window. Together,
+    these documents have ``size`` bytes of text.
     """
     moved = values.copy()
     moved[Field.IN_WINDOW] += documents
@@ -247,8 +247,8 @@ def in_window(values: np.ndarray, documents: int, size: int) -> np.ndarray:
 
 
 def in_document(values: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """Return the position after the first ``tokens`` tokens of the next document, which
-    are about ``size`` bytes of text.
+    """Return the position after the first ``tokens`` tokens of the next document. These
+    tokens are about ``size`` bytes of text.
     """
     moved = values.copy()
     moved[Field.OFFSET] = tokens

@@ -1,22 +1,23 @@
 """The prefetch worker is a process of each rank that reads and tokenizes ahead of
 training.
 
-It is forked from the rank. A fork of a process in which NCCL or RCCL communicates is
-safe only if variables of the network's libraries announce it, because the two processes
-would share memory that a network card writes to (man 3 ibv_fork_init). The trainer
-therefore forks the worker before it makes the process group. What to read is known
-later, and is sent to the worker then::
+The worker is forked from the rank. A fork of a process that communicates by NCCL or
+RCCL is safe only if environment variables announce it to the network's libraries.
+Otherwise, the two processes would share memory that a network card writes to (man 3
+ibv_fork_init). The trainer therefore forks the worker before it makes the process
+group. What the worker must read is known later, and is then sent to it::
 
     rank    fork ── process group, data, model, checkpoint ── positions ── batches …
     worker   └────────── waits ──────── streams: a tokenizer ────── └─ reads ahead …
 
 The fork takes 0.04 s and 3 MB, because both processes share the modules that the rank
 has imported. A new process, of multiprocessing's "forkserver" or "spawn", would import
-them again, from the file system that all ranks share: 3.4 s of CPU and 330 MB.
+them again from the file system that all ranks share, which takes 3.4 s of CPU and
+330 MB.
 
-TorchTitan's own trainer makes the process group before it calls any of our parts: there
-the worker is forked at the first batch, and the variables of slurm/sites must make that
-safe.
+TorchTitan's own trainer makes the process group before it calls any of our parts. With
+that trainer, the worker is therefore forked at the first batch, and the variables of
+slurm/sites must make this fork safe.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,13 +61,13 @@ def arrivals(
 
     With stream.prefetch, this forks a worker, which calls ``open_streams`` and reads
     ahead at once. Without it, this process reads a batch when the iterator is asked for
-    one. An error in reading is yielded as a ConfigError, after which nothing comes.
+    one. An error in reading is yielded as a ConfigError, which is the last item.
     """
     group = 1
     worker: dict[str, Any] = {}
     if options.prefetch:
-        # Microbatches are sent in groups: each transfer costs both processes as much
-        # as thousands of tokens.
+        # Microbatches are sent in groups, because a transfer costs the two processes as
+        # much time as thousands of tokens.
         group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * options.seq_len)))
         worker = {
             "num_workers": 1,
@@ -80,7 +81,7 @@ def arrivals(
         batch_size=None,
         # DataLoader's own would turn arrays into tensors in the worker.
         collate_fn=lambda arrival: arrival,
-        # DataLoader draws a seed, here not from the generator of training.
+        # DataLoader draws a seed, which must not come from the generator of training.
         generator=torch.Generator(),
         **worker,
     )
@@ -102,8 +103,8 @@ class Worker:
         receiver.close()  # this process needs only the sender: the worker has a copy
 
     def send(self, open_streams: OpenStreams) -> None:
-        """Send what opens the streams, before their positions are known, because
-        unpickling a tokenizer may take a second.
+        """Send the function that opens the streams. This is done before the positions
+        are known, because unpickling a tokenizer may take a second.
         """
         self._sender.send(open_streams)
 
@@ -113,7 +114,8 @@ class Worker:
         """
         self._sender.send(positions)
         started = self._arrivals
-        # The worker ends when nothing refers to the iterator. Only the caller does now.
+        # The worker ends when nothing refers to the iterator any more. From now on,
+        # only the caller refers to it.
         del self._arrivals
         return started
 

@@ -1,12 +1,12 @@
 """A slot's documents are shuffled in windows.
 
 A window is the next W documents of the cursor, in an order that (seed, epoch, slot,
-window) decides. It is shorter at the beginning and the end of an epoch, and when its
-text reaches W · DOCUMENT_BYTES, so that long documents fit into memory, too. It depends
-on no other slot, and therefore not on the ranks.
+window) decides. A window is shorter at the beginning and the end of an epoch. It also
+ends when its text reaches W · DOCUMENT_BYTES, so that long documents fit into memory. A
+window depends on no other slot, and therefore not on the ranks.
 
-The position of a document is the position of its window's beginning, and the number of
-the window's documents that come before it. A resume reads the window again. The bad
+The position of a document consists of the position where its window begins and the
+number of the window's documents before it. A resume reads the window again. The bad
 documents and ends of files in a window are counted when the whole window has been used.
 """
 
@@ -63,8 +63,8 @@ class Shuffle:
 
     def _fill(self) -> None:
         """Read the next window that has documents, and drop the documents that were used
-        before a resume. All of them may be dropped if a file of the window has been left
-        out since.
+        before a resume. If a file of the window has been left out since, this may drop
+        all documents.
         """
         position = self.cursor.position
         begin = position.values.copy()
@@ -75,8 +75,8 @@ class Shuffle:
         order = permutation(_hash(position.assignment.seed, *place), len(documents))
         used = self._used
         self._used = 0
-        # Leaving out files changes the window. Then some documents, fewer than a window,
-        # are lost or come twice.
+        # Leaving out files changes the window. Fewer documents than a window holds are
+        # then lost or come twice.
         is_other = any(file.left_out for file in self.cursor.passes.files)
         if used >= len(documents) and not is_other:
             raise DataError(
@@ -114,9 +114,9 @@ class Shuffle:
         """Return the number of documents of the next window, which may hold fewer if
         they are long or the epoch ends.
 
-        An epoch's first window is shorter, from 1 to W, spread evenly over the slots.
-        Otherwise all slots would refill at the same time, and the windows of two epochs
-        would hold the same documents of a file.
+        An epoch's first window has 1 to W documents, a number that is spread evenly
+        over the slots. Otherwise all slots would refill at the same time, and the
+        windows of two epochs would hold the same documents of a file.
         """
         position = self.cursor.position
         if position.window:

@@ -1,5 +1,5 @@
-"""The data sets that a run reads: their names, slots and files, checks that compare them,
-and how much of them each rank reads.
+"""The data sets that a run reads: their names, slots and files, checks that compare
+data sets, and how much each rank reads.
 """
 
 import math
@@ -71,14 +71,14 @@ class DataSet:
         split_of(self.dataset, self.key)
 
     def check(self) -> list[DataFile]:
-        """Return its files, or an empty list if they are on the hub, which is asked only
-        when training starts.
+        """Return the data set's files. If they are on the hub, return an empty list,
+        because the hub is asked only when training starts.
         """
         self.check_name()
         return [] if self.on_hub else self.files()
 
     def listing(self) -> Listing:
-        """Return its files, with the names that they have in the run."""
+        """Return the data set's files, with the names that they have in the run."""
         listing = listing_of(self.dataset, self.path, self.key, self.path_key)
         if self.source:
             listing = replace(listing, files=prefixed(self.source, listing.files))
@@ -216,7 +216,7 @@ def checked_data(data: Sequence[DataSet], options: StreamOptions) -> CheckedData
         converted = check_content(present, options, data_set.key)
         files = measured(converted, options)
         checked.of_sources[data_set.source] = files
-        # The ledger that init has written is about the files from which it copied.
+        # The ledger that init has written is about the files from which init copied.
         checked.ledger += ledger.read(data_set.path) or [
             *findings.entries_of(files, options),
             *ledger.of_left_out(listing.left_out),
@@ -299,8 +299,8 @@ def warn_of_copies(
     logger.warning(
         f"data: {counted(len(pairs), 'copy', 'copies')} of files, such as "
         f"{copy.url!r} ({keys[copy]}), whose original is {original.url!r} "
-        f"({keys[original]}). Their documents come more often than others, and "
-        "held-out ones are not held out: remove the copies"
+        f"({keys[original]}). Documents of copied files come more often than others, "
+        "and a held-out file with a copy is not held out: remove the copies"
     )
 
 
@@ -348,7 +348,7 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
 
 MOST_AMPLIFIED = 4.0  # a warning is given above this; C4's files on 640 ranks have 1.6
 MUCH = 1e9  # bytes that a rank reads in an epoch
-# After about 16 epochs, more of them teach a model little (Muennighoff et al. 2023,
+# After about 16 epochs, more epochs teach a model little (Muennighoff et al. 2023,
 # arXiv 2305.16264).
 MOST_EPOCHS = 16.0
 BYTES_PER_TOKEN = 4  # of text, approximately
@@ -376,12 +376,12 @@ class Reading:
         if self.amplification > MOST_AMPLIFIED and self.largest > MUCH:
             yield (
                 f"data: {name}all ranks together read the stored bytes "
-                f"{self.amplification:.0f} times in an epoch, one rank up to "
+                f"{self.amplification:.0f} times in an epoch, and one rank reads up to "
                 f"{byte_size(self.largest, 3)}, because "
-                f"{counted(self.files, 'file')} cannot be divided among "
-                f"{counted(self.ranks, 'rank')} otherwise: split the data into at "
-                "least as many files as ranks, or, if it is not compressed, index it "
-                "(titan-disp data index)"
+                f"{counted(self.files, 'file')} cannot be divided better among "
+                f"{counted(self.ranks, 'rank')}: split the data into at least as many "
+                "files as ranks, or index it (titan-disp data index) if it is not "
+                "compressed"
             )
         if self.epochs > MOST_EPOCHS:
             yield (
@@ -403,8 +403,8 @@ def shares_of(names: Container[str], job_config: JobConfig, ranks: int) -> list[
 def readings(
     files: Mapping[str, Sequence[DataFile]], job_config: JobConfig, ranks: int
 ) -> list[Reading]:
-    """Return how ``ranks`` data-parallel ranks read each source. ``files`` are by the
-    source's name ("" if there is only one).
+    """Return how ``ranks`` data-parallel ranks read each source. The keys of ``files``
+    are the sources' names ("" if there is only one source).
     """
     tokens = job_config.training.steps * tokens_per_step(job_config, ranks)
     return [
@@ -441,8 +441,8 @@ def stored_bytes(
     files: Sequence[DataFile], assignment: Assignment, slots: range
 ) -> float:
     """Return the approximate number of stored bytes that a rank with these slots reads
-    in an epoch: its own blocks of a file that is divided by blocks, and other files as
-    a whole.
+    in an epoch. Of files that are divided by blocks, the rank reads only its own
+    blocks; it reads other files as a whole.
     """
     parts: dict[int, float] = {}
     for slot in slots:

@@ -1,12 +1,12 @@
-"""This module reads the bytes of a file: on a local or shared file system, or on the
-hub. Failed reads are tried again.
+"""This module reads the bytes of a file: on a local or shared file system, in an object
+store, or on the hub. Failed reads are tried again.
 
 A file on the hub is read by one request that is held open. Only its content is
-requested: its place and size were found once, on rank 0. ``HfFileSystem`` would ask for
-the repository and list its folder in every thread of every rank, and the hub answers
-429 to hundreds of ranks. The hub counts requests, not bytes. As long as reads go
-forward, a file therefore takes one request, from the first byte wanted to its end, and
-one more after each broken connection.
+requested, because its place and size were found once, on rank 0. ``HfFileSystem`` would
+ask for the repository and list its folder in every thread of every rank, and the hub
+would answer 429 to hundreds of ranks. The hub counts requests, not bytes. As long as
+reads go forward, a file therefore takes one request, from the first byte wanted to the
+file's end, and one more request after each broken connection.
 """
 
 import errno
@@ -34,8 +34,8 @@ class RetryingFile(io.RawIOBase):
 
     Subclasses decide after which failures a read is tried again.
 
-    A file of text ends at a block of zeros, which was never written, and ``damage`` then
-    says so. A decoder would take the zeros for text.
+    A file of text ends at a block of zeros, because such bytes were never written.
+    ``damage`` then says so. (A decoder would take the zeros for text.)
     """
 
     def __init__(self, file: DataFile, options: StreamOptions) -> None:
@@ -49,8 +49,8 @@ class RetryingFile(io.RawIOBase):
         # the error of the read that was given up; decoders hide it in their exceptions
         self.error: Exception | None = None
         self.damage: str | None = None  # what is wrong with the content
-        # Parquet, Arrow and token ids may hold zeros, and their readers find damage. The
-        # index of a file with blocks has looked for zeros.
+        # Parquet, Arrow and token ids may hold zeros, and their readers find damage. If
+        # a file has blocks, indexing it has already looked for zeros.
         may_hold_zeros = file.name.endswith((*PARQUET, *ARROW, *TOKEN_IDS))
         self._zeros = ZEROS
         if may_hold_zeros or file.blocks is not None:
@@ -79,8 +79,8 @@ class RetryingFile(io.RawIOBase):
         return self._place
 
     def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes, or b"" at the end of the file. There may be
-        fewer bytes, as many as have come.
+        """Return at most ``size`` bytes, or b"" at the end of the file. The result is
+        shorter than ``size`` if fewer bytes have come.
         """
         wanted = max(0, self._end - self._place)
         if size >= 0:
@@ -146,7 +146,7 @@ class LocalFile(RetryingFile):
         if file.tell() != self._place:
             file.seek(self._place)
         data = file.read(size)
-        # Without this error, a reader would take this for the file's end, or for damage.
+        # Without this error, a reader would see the file's end here, or damage.
         if not data:
             raise self._changed(f"at most {self._place} bytes", self._size)
         return data
@@ -276,7 +276,7 @@ class RemoteFile(RetryingFile):
 class _Answer:
     """The hub's answer to one request.
 
-    ``place`` is the place in the file of the answer's next byte.
+    ``place`` is the answer's next byte, as a number of bytes from the file's beginning.
     """
 
     def __init__(self, url: str, begin: int, size: int) -> None:
@@ -324,7 +324,7 @@ class _Answer:
 
 def _first_byte(response: Any, begin: int, size: int) -> int:
     """Return the place of an answer's first byte: ``begin``, or 0 if the server does
-    not support ranges. Raises OSError if it answers something else.
+    not support ranges. Raises OSError if the server answers something else.
     """
     headers = response.headers
     place = headers.get("Content-Range", "")

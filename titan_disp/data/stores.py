@@ -11,8 +11,8 @@ files say which split they belong to. For other data sets, ``titan-disp data fet
 writes a record into the mirror for each split whose chosen files are complete. The
 mirror can then be read without the hub and the README.
 
-Object stores (S3 and stores like it, and Google Cloud Storage) are read through fsspec,
-and so are files on the hub that a URL names.
+Object stores (S3, stores like S3, and Google Cloud Storage) are read through fsspec.
+Files on the hub that a URL names are also read through fsspec.
 """
 
 import json
@@ -151,7 +151,8 @@ def resolve(name: HubName, where: str) -> HubDataset:
     """
     repository, commit = commit_of(name, where)
     url = f"hf://datasets/{repository}"
-    # datasets takes an hf:// URL only since 4.8, and a local folder for the name.
+    # A name would be taken for a local folder of that name. (datasets takes an hf://
+    # URL only since version 4.8.)
     source = url if os.path.isdir(repository) else repository
     splits = splits_in(source, name, commit, where)
     inside = f"{url}@{commit}/"
@@ -280,7 +281,7 @@ def commit_of(name: HubName, where: str) -> tuple[str, str]:
 def splits_in(
     root: str, name: HubName, commit: str | None, where: str
 ) -> dict[str, list[str]]:
-    """Return the paths or URLs of the files of every split of a configuration.
+    """Return {split: paths or URLs of its files} for each split of a configuration.
 
     ``root`` is OWNER/NAME, hf://datasets/OWNER/NAME, or a local folder with all files of
     the data set. For a local folder, ``commit`` is None.
@@ -439,8 +440,8 @@ os.register_at_fork(after_in_child=_store.cache_clear)
 
 
 def ask(url: str, method: str, **options: Any) -> Any:
-    """Return the result of a method of a URL's store. The default of the option timeout
-    is ``REQUEST_SECONDS``.
+    """Return what ``method`` of the URL's store returns. The default of the option
+    timeout is ``REQUEST_SECONDS``.
     """
     store = _store(url.split("://")[0])
     if store.async_impl:  # the hub's requests have their own time-out
@@ -457,8 +458,8 @@ def etag_of(info: Mapping[str, Any]) -> str:
 
 
 def at_commit(url: str, where: str) -> str:
-    """Return a URL of the hub with the commit in place of the revision, and a URL of S3
-    or Google Cloud Storage unchanged.
+    """Return a URL, in which the commit replaces the revision if it is a URL of the
+    hub. A URL of S3 or Google Cloud Storage stays unchanged.
 
     Raises ConfigError for any other URL.
     """
@@ -477,8 +478,8 @@ def at_commit(url: str, where: str) -> str:
 
 
 def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
-    """Return what a store says about the files of a folder, of a glob, or about a single
-    file, by their URLs. Hidden files are left out.
+    """Return what a store says about each file, by the files' URLs. ``url`` names a
+    folder, a glob or a single file. Hidden files are left out.
     """
     scheme = url.split("://")[0]
     method = "glob" if is_pattern(url) else "find"

@@ -6,9 +6,9 @@ tokens.
 A slot's sequences depend only on what the fingerprint holds and, if many documents in a
 row are bad, on ``stream.max_skipped_fraction``. After a resume, the documents at a
 slot's position are read again. Documents are read some sequences ahead and tokenized by
-threads: this takes 97 % of the time, and the tokenizers release the GIL. (gigatoken
-takes less time than waking a thread.) The prefetch worker, a process of each rank,
-works ahead of training.
+threads, because tokenizing takes 97 % of the time, and the tokenizers release the GIL.
+(gigatoken takes less time than waking a thread.) The prefetch worker, a process of each
+rank, works ahead of training.
 """
 
 import math
@@ -88,8 +88,9 @@ class RankStreams:
         """Return an iterator that reads up to the positions of a resume, and yields the
         progress, the last time at the end.
 
-        Errors of files are not raised: ``Slot.fill`` meets them again. (Without this,
-        ``Slot.fill`` would read up to the positions, one file after the other.)
+        Errors of files are not raised, because ``Slot.fill`` meets them again. (Without
+        this method, ``Slot.fill`` would read up to the positions, one file after the
+        other.)
         """
         return self.passes.seek(self.executor)
 
@@ -118,8 +119,8 @@ class RankStreams:
         self, contents: list[str | np.ndarray]
     ) -> Callable[[], list[np.ndarray]]:
         """Begin to tokenize the texts among ``contents``. Return a function that waits
-        for the end and returns each document's ids, int32, which end in EOS unless
-        stream.separator is "none".
+        until this is done and returns each document's ids (int32). The ids end in EOS
+        unless stream.separator is "none".
 
         The function raises what ``encode`` raises. With stream.fast_tokenizer, the texts
         are tokenized at once, and this method raises the error.
@@ -133,8 +134,8 @@ class RankStreams:
         return [self._ids(content).astype(np.int32, copy=False) for content in contents]
 
     def _ids(self, content: str | np.ndarray) -> np.ndarray:
-        """Return the ids of a text or of stored ids, which end in the separator unless
-        stream.separator is "none".
+        """Return the ids of a text, or stored ids. The result ends in the separator
+        unless stream.separator is "none".
         """
         if isinstance(content, str):
             return np.asarray(self.encode(content), dtype=np.int32)
@@ -145,8 +146,8 @@ class RankStreams:
         return np.append(content, eos_id)
 
     def close(self) -> None:
-        """Close the files and end the threads, without waiting for either."""
-        # The garbage collector may close this in a thread that holds a lock of
+        """Close the files and end the threads, without waiting for files or threads."""
+        # The garbage collector may call this in a thread that holds a lock of
         # ``threading``, and waiting would take the same lock.
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.passes.close()
@@ -157,7 +158,7 @@ class Slot:
 
     Attributes:
         position: [k] int64, after the last sequence that ``fill`` has written. The
-            cursor's position is that of the documents read ahead.
+            cursor's position is further on, after the documents read ahead.
         source: returns the slot's documents one by one.
     """
 
@@ -238,8 +239,8 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
-    """Return (inputs, labels), as TorchTitan's trainer takes them, of tokens [B, N + 1]
-    int64: views of the first N tokens, and of the N tokens that follow each of them.
+    """Return (inputs, labels) for TorchTitan's trainer, from tokens [B, N + 1] int64.
+    The inputs are a view of the first N tokens, and the labels of the last N tokens.
 
     The trainer passes all inputs but "input" to the model's forward as keyword
     arguments. ``segments`` [B, N + 1] int32 are those that ``Slot.fill`` writes.
@@ -253,8 +254,8 @@ def as_batch(tokens: Tensor, segments: Tensor | None = None) -> Batch:
 def empty_rows(
     count: int, options: StreamOptions, dtype: type = np.int64
 ) -> list[np.ndarray]:
-    """Return arrays [count, seq_len + 1], not filled, for rows of ``Slot.fill``: one of
-    tokens, and a second one of segments (int32) if ``options.segments``.
+    """Return arrays [count, seq_len + 1], not filled, for rows of ``Slot.fill``: an
+    array of tokens, and, if ``options.segments``, an array of segments (int32).
     """
     dtypes = [dtype, np.int32] if options.segments else [dtype]
     return [np.empty((count, options.seq_len + 1), dtype) for dtype in dtypes]
@@ -281,12 +282,12 @@ class Microbatches:
 class Sequences(IterableDataset):
     """Yields the rank's sequences, in the prefetch worker if there is one.
 
-    First it yields the ``Progress`` of reading up to the positions, then, without end,
-    ``Microbatches`` of ``group`` microbatches of ``batch`` sequences. It raises nothing.
-    If opening the streams or reading fails with a ConfigError (DataError is one), it
-    yields the complete microbatches that were read before, then the error, and ends. If
-    either fails with any other error, it drops these microbatches, yields a DataError
-    with the traceback, and ends.
+    First, the iterator yields the ``Progress`` of reading up to the positions. Then, it
+    yields ``Microbatches`` without end, with ``group`` microbatches of ``batch``
+    sequences each. It raises nothing. If opening the streams or reading fails with a
+    ConfigError (DataError is one), it yields the complete microbatches that were read
+    before, then the error, and ends. After any other error, it drops these
+    microbatches, yields a DataError with the traceback, and ends.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ def worker_signals(worker: int) -> None:
 
     SIGTERM from the rank itself still ends the worker: multiprocessing sends it when
     Python exits, and then waits. The rank's death ends the worker, too. DataLoader's own
-    check for that would wait forever for the pipe to be read.
+    check for the rank's death would wait forever for the pipe to be read.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -13,10 +13,10 @@ The documents follow one another:
 A document is a run of ids up to and including the tokenizer's EOS. An EOS at the
 beginning of the file or after another EOS is dropped, so that EOS before and EOS after
 every document give the same documents. A run of more than ``LONGEST`` ids is cut after
-every ``LONGEST`` ids. A document without EOS (by a cut or the end of the file) gets one
-when packed.
+every ``LONGEST`` ids. A document that ends without EOS, at a cut or at the end of the
+file, gets an EOS when it is packed.
 
-Megatron-LM has a file NAME.idx beside NAME.bin, which says where documents begin, so
+Megatron-LM has a file NAME.idx beside NAME.bin. NAME.idx says where documents begin, so
 that no index has to be made. It holds, little-endian
 (megatron/core/datasets/indexed_dataset.py): the magic number, int64 version, uint8 code
 of the ids' type, int64 number of sequences S and of documents D + 1, int32 [S] lengths
@@ -198,8 +198,8 @@ def _llm_c_header(head: bytes, name: str) -> _Header | None:
 
 
 def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int, Ids]]:
-    """Yield the place of each document, in bytes, and its ids, from the whole file or
-    between two places.
+    """Yield (place, ids) of each document, from the whole file or between two places.
+    Places are in bytes.
 
     Raises DataError if the ids have another type or tokenizer than the config names,
     DamagedFile where the file is damaged, and EOFError if the file ends before the last
@@ -304,7 +304,8 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 # by their codes; 4 is int32, but no id is negative
 _MEGATRON_DTYPES: dict[int, np.dtype] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}
 _MOST_BLOCKS = 1 << 14  # most blocks of a file of Megatron-LM
-_FIRST = 1 << 16  # first bytes of a file of Megatron-LM, whose ids must be known
+# The ids in these first bytes of a file of Megatron-LM must be ids of the tokenizer.
+_FIRST = 1 << 16
 
 
 def paths_of(file: DataFile) -> list[str]:
@@ -385,8 +386,8 @@ class _MegatronIndex:
 
 
 def blocks_of(file: DataFile) -> Blocks | None:
-    """Return the blocks of a file of Megatron-LM, with equal numbers of documents, or
-    None for a damaged file and any other file.
+    """Return the blocks of a file of Megatron-LM, with equal numbers of documents.
+    Return None for a damaged file, and for a file of another kind.
 
     Raises ConfigError if sequences or documents in the .idx are not in order.
     """

@@ -62,7 +62,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the model has no such token."""
-        # This is the id of <unk> if there is no such token.
+        # the id of <unk> if there is no such token
         token_id = self.processor.piece_to_id(token)
         return token_id if self.id_to_token(token_id) == token else None
 
@@ -89,8 +89,8 @@ class TextTokenizer(HuggingFaceTokenizer):
 
     EOS within a document would end the document, and any author of a corpus could write
     control tokens. TorchTitan treats all tokens that tokenizer_config.json adds as
-    special. Here, tokens that the file calls not special (Qwen's <think>) are words, as
-    in transformers. Settings that cut or pad every text are switched off, too.
+    special. Here, as in transformers, tokens that the file marks as not special (Qwen's
+    <think>) are words. Settings that cut or pad every text are switched off, too.
     """
 
     tokenizer: Tokenizer
@@ -115,7 +115,7 @@ class TextTokenizer(HuggingFaceTokenizer):
         as in transformers, and other files as in TorchTitan.
 
         TorchTitan takes merges that begin with # for comments. Raises ConfigError if
-        vocab.json is that of another class than GPT-2's, which splits text differently.
+        vocab.json is of a class that splits text in another way than GPT-2's.
         """
         folder = Path(tokenizer_path)
         merges = folder / "merges.txt"
@@ -135,8 +135,8 @@ class TextTokenizer(HuggingFaceTokenizer):
         return Tokenizer.from_str(loaded.to_str())
 
     def _infer_special_tokens(self) -> None:
-        """Set BOS and EOS as TorchTitan does, and make words of the added tokens that
-        are not special.
+        """Set BOS and EOS as TorchTitan does, and treat added tokens that are not
+        special as words.
 
         Raises ConfigError if tokenizer_config.json names a BOS or EOS that the tokenizer
         does not have.
@@ -202,7 +202,7 @@ class TextTokenizer(HuggingFaceTokenizer):
 
     def words(self) -> list[str]:
         """Return the added tokens that are not special. Text that spells such a token
-        becomes it.
+        becomes this token.
         """
         decoder = self.tokenizer.get_added_tokens_decoder()
         return [token.content for token in decoder.values() if not token.special]
@@ -269,8 +269,9 @@ def load_tokenizer(folder: str | Path, separator: str = "") -> AnyTokenizer:
     """Return the tokenizer of a folder.
 
     The tokenizer treats text that spells a special token (</s>) as text. Its EOS is the
-    token ``separator`` (stream.separator), or its own EOS if this is empty. With "none",
-    eos_id is ``NO_SEPARATOR``. Raises ConfigError if there is no such tokenizer or token.
+    token ``separator`` (stream.separator), or its own EOS if ``separator`` is empty. If
+    ``separator`` is "none", eos_id is ``NO_SEPARATOR``. Raises ConfigError if there is
+    no such tokenizer or token.
     """
     file = find_tokenizer(folder)
     is_sentencepiece = file.suffix == ".model"
@@ -324,7 +325,7 @@ def _check_separator(
 def check_fits(
     tokens: int, folder: str | Path, vocab_size: int, model: str, advice: str
 ) -> None:
-    """Raise ConfigError if a tokenizer of ``tokens`` tokens can give ids that the
+    """Raise ConfigError if a tokenizer with ``tokens`` tokens can give ids that the
     model's embedding does not have.
     """
     if tokens > vocab_size:
@@ -362,8 +363,8 @@ def encoder(tokenizer: BaseTokenizer) -> Callable[[str], list[int]]:
 
 
 class Encoder:
-    """The function from a text to its token ids that a stream calls, from several
-    threads: ``encoder``, or ``fast_encoder`` with stream.fast_tokenizer.
+    """The function that turns a stream's texts into token ids, in several threads:
+    ``encoder``, or ``fast_encoder`` with stream.fast_tokenizer.
     """
 
     def __init__(self, tokenizer: BaseTokenizer, folder: str, fast: bool) -> None:
@@ -376,16 +377,16 @@ class Encoder:
         return self._encode(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it is made of, because the libraries' functions cannot be
-        pickled.
+        """Pickle the constructor's arguments, because the libraries' functions cannot
+        be pickled.
         """
         return Encoder, self._parts
 
 
 CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
 _OFF = "set stream.fast_tokenizer = false"
-# tokenizers whose ids were compared: `data digest` makes a loader for every rank with
-# the same tokenizer
+# tokenizers whose ids were compared. (`data digest` makes a loader for every rank with
+# the same tokenizer.)
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
 _SUPPORTED_MODELS = (
     "it supports SentencePiece models of type BPE with byte fallback, without "

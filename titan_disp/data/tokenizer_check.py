@@ -1,6 +1,6 @@
-"""Check whether a tokenizer suits the data: whether documents end with a token for texts
-and not for turns of a chat, whether files of token ids contain this token, and whether
-texts survive encoding and decoding.
+"""Check whether a tokenizer suits the data: whether the token that ends documents is
+made for texts, not for turns of a chat, whether files of token ids contain this token,
+and whether texts survive encoding and decoding.
 """
 
 from collections import Counter
@@ -65,8 +65,8 @@ def tokenizer_warnings(
 
 
 def _chat_token(tokenizer: AnyTokenizer, separator: str) -> str:
-    """Return a sentence about an EOS that ends turns of a chat, or an empty text if it
-    does not, or if ``separator`` replaces it.
+    """Return a sentence about an EOS that ends turns of a chat, or an empty text if the
+    tokenizer has no such EOS or ``separator`` replaces it.
     """
     assert tokenizer.eos_id is not None
     eos = "" if separator else tokenizer.id_to_token(tokenizer.eos_id)
@@ -108,8 +108,8 @@ def _no_separator(
     files: int,
     options: StreamOptions,
 ) -> str:
-    """Return a sentence about the files of token ids without a separator, ``lacking``,
-    out of ``files`` files.
+    """Return a sentence about ``lacking``, the files of token ids without a separator.
+    ``files`` is the number of all files.
     """
     assert tokenizer.eos_id is not None
     file = lacking[0]
@@ -136,7 +136,7 @@ def _ids_at_intervals(tokenizer: AnyTokenizer, ids: np.ndarray) -> str:
         for token_id, count in counts.most_common()
         if token_id in candidates and count > 1
     ]
-    return f"At intervals come {', '.join(intervals[:3])}. " if intervals else ""
+    return f"Ids at intervals: {', '.join(intervals[:3])}. " if intervals else ""
 
 
 def _lost_characters(

@@ -1,5 +1,5 @@
-"""Validation runs on the first sequences of the validation split, which are the same in
-every run and on any mesh.
+"""Validation runs on the first sequences of the validation split. These sequences are
+the same in every run and on any mesh.
 """
 
 import time
@@ -46,8 +46,8 @@ def validation_sequences(job_config: JobConfig, dp_world_size: int) -> int:
     if v.steps != -1 and v.steps * step < wanted:
         raise ConfigError(
             f"validation.steps is {v.steps}, which would end after {v.steps * step} "
-            f"of the stream.validation_sequences {wanted}: set one of them only "
-            "(validation.steps = -1 is no limit)"
+            f"of the stream.validation_sequences {wanted}: set only one of the two "
+            "keys (validation.steps = -1 is no limit)"
         )
     if wanted < 1 or wanted % step:
         raise ConfigError(
@@ -66,8 +66,8 @@ def first_sequences(
     count: int,
     asked: str,
 ) -> list[np.ndarray]:
-    """Return the first ``count`` sequences of a split, read as one stream, in
-    ``empty_rows`` of int32.
+    """Return the first ``count`` sequences of a split, which is read as one stream. The
+    arrays are ``empty_rows`` of int32.
 
     Raises RefusedError if the split has fewer sequences, because repeating some would
     give them more weight. ``asked`` says, for the message, how to ask for fewer.

@@ -10,7 +10,7 @@ hooks         compute the loss of an unchanged model
   ▼
 loss          checks the options, and combines a variant with an estimator
   ▼
-layers        apply a variant to all tokens of the layers, sharded or not, or to a sample
+layers        apply a variant to layers: all tokens or a sample, sharded or not
 masks         mark padding and documents
   ▼
 variants      define the formula of each loss; the package builds one from its name

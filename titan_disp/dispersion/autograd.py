@@ -1,13 +1,14 @@
 """Autograd functions that compute a layer's value together with its gradient, and sum
 values over ranks.
 
-There are two ways. Either forward computes both and saves the gradient, and backward
-only scales it. Or a hook computes both in the backward pass (``add_in_backward``); the
-last pass over the gradient then also adds the gradient from the rest of the model.
+There are two ways. Either forward computes value and gradient and saves the gradient,
+and backward only scales the gradient. Or a hook computes value and gradient in the
+backward pass (``add_in_backward``); the last pass over the gradient then also adds the
+gradient from the rest of the model.
 
-If a sequence is sharded, each rank saves the complete gradient of its own tokens, so
-backward needs no communication: the derivative of a sum over ranks is the identity. A
-sequence may be sharded over a process group or a 1-D mesh.
+If a sequence is sharded, each rank saves the complete gradient of its own tokens. The
+derivative of a sum over ranks is then the identity, so backward needs no communication.
+A sequence may be sharded over a process group or a 1-D mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,8 +75,8 @@ def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 class Gathering:
-    """A running all-gather of z [B, …], in the dtype of z: normalized vectors in float32
-    would cost more traffic for no gain.
+    """A running all-gather of z [B, …], in the dtype of z. (Normalized vectors in
+    float32 would cost more traffic for no gain.)
     """
 
     def __init__(self, z: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -96,8 +97,8 @@ class LayerValue(torch.autograd.Function):
     as [k·B].
 
     If ``arriving`` is None, forward saves the gradient, and backward scales it (in
-    place, unless the graph is retained). Otherwise, backward writes the gradient for
-    the first time; it also removes the only entry of ``arriving`` and adds it.
+    place, unless the graph is retained). Otherwise, only backward writes the gradient.
+    It also removes the only entry of ``arriving``, and adds that entry to the gradient.
     """
 
     @staticmethod
@@ -168,8 +169,9 @@ def add_in_backward(
     backward pass.
 
     When a gradient arrives for a layer from the rest of the model, the layer's hook
-    replaces the gradient by the result of ``add``. After the last layer, it calls
-    ``finish``. In a backward pass that does not reach ``value``, hooks do nothing.
+    replaces the gradient by the result of ``add``. The hook of the last layer then
+    calls ``finish``. In a backward pass that does not reach ``value``, hooks do
+    nothing.
 
     Raises:
         RuntimeError: in backward, if no other gradient arrives for a layer, or under

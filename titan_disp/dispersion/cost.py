@@ -13,8 +13,8 @@ class Cost(NamedTuple):
     gathered: float  # elements of an all-gather, in the dtype of the tokens
     reduced: float  # elements of an all-reduce, in float32
     # Bytes that a GPU reads and writes outside of matrix products, for bf16 tokens.
-    # benchmarks/gpu_cost.py --no-kernel counted them: the Triton kernel is not
-    # measured yet.
+    # benchmarks/gpu_cost.py --no-kernel counted them. (The Triton kernel is not
+    # measured yet.)
     bytes: float
 
 
@@ -31,10 +31,11 @@ def cost_of(
         tokens: per sequence.
         features: per token.
         shards: ranks over which the sequence is sharded.
-        segmented: whether only pairs within documents count. The cost includes all
-            pairs all the same, although tiles without such a pair are skipped.
+        segmented: whether only pairs within documents count. The cost still includes
+            all pairs, although tiles without such a pair are skipped.
 
-    The operations of autograd code are unknown: its cost is that of a function of pairs.
+    The operations of autograd code are unknown. Its cost is taken as that of a function
+    of pairs.
     """
     variant = loss._variant
     is_sampled = loss.estimator == "sampled" and loss.max_tokens < tokens
@@ -53,11 +54,11 @@ def cost_of(
         # M, and its product with the tokens, take 2NF² each.
         flops = 4.0 * positions * features**2
     elif repeated or shards == 1:
-        # The cosines take 2N²F, and V another 2N²F. Each tile above the diagonal serves
-        # both sides, which saves half of the cosines.
+        # The cosines take 2N²F, and V another 2N²F. Each tile above the diagonal also
+        # serves for its transpose, which saves half of the cosines.
         flops = 3.0 * positions**2 * features
     else:
-        # A rank saves some cosines among its own tokens only; this is ignored.
+        # Only among its own tokens can a rank save cosines. This saving is ignored.
         flops = 4.0 * positions**2 * features
     if repeated:
         flops *= shards
@@ -67,8 +68,8 @@ def cost_of(
             flops=flops,
             gathered=0.0,
             reduced=positions * features,
-            # First term: the sampled tokens. Second term: the gradient from the rest of
-            # the model is read and written.
+            # The first term is for the sampled tokens. The second is for reading and
+            # writing the gradient from the rest of the model.
             bytes=(40.0 * positions * shards + 4.0 * tokens) * features,
         )
     if by_moments:

@@ -93,8 +93,8 @@ class AngularFormula:
     def value_if_orthogonal(self) -> float:
         """L_disp of tokens whose cosines are 0.
 
-        The loss of many tokens cannot be much lower: they cannot all be opposite to each
-        other.
+        The loss of many tokens cannot be much lower, because the tokens cannot all be
+        opposite to each other.
         """
         return -0.5 / self.tau
 

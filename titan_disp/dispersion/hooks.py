@@ -343,7 +343,7 @@ def _mean(losses: Tensor) -> Tensor:
 def _arguments(model: nn.Module) -> list[str]:
     """Return the names of the arguments of ``model.forward``.
 
-    DDP and torch.compile take any arguments: the names are those of the wrapped model.
+    DDP and torch.compile take any arguments, so the names are the wrapped model's.
     """
     arguments = inspect.signature(model.forward).parameters
     inner = cast(Any, model)

@@ -1,7 +1,7 @@
 """Where GPU and CPU differ: the dtype of matrix products, and compiled pointwise
 operations.
 
-On a GPU, bf16 activations are multiplied on bf16 tensor cores; sums, and everything
+On a GPU, bf16 activations are multiplied on bf16 tensor cores. Sums, and everything
 computed from a cosine, are in float32. In all other cases, everything is computed in
 float32 (float64 stays float64), because bf16 products are slow on a CPU and float16
 could overflow.
@@ -47,8 +47,8 @@ def record(kernel: str, how: str) -> None:
 
 
 def part_size(count: int, most: int, multiple: int = 1) -> int:
-    """Return the size of a part if ``count`` is divided into about equal parts of at
-    most ``most``, as few as possible. The size is rounded up to a multiple.
+    """Return the size of a part if ``count`` is divided into as few parts as possible,
+    about equal and of at most ``most``. The size is rounded up to a multiple.
     """
     parts = math.ceil(count / most)
     return math.ceil(count / parts / multiple) * multiple
@@ -92,7 +92,7 @@ def _baddbmm(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
 def _float32_results(device: torch.device, function: str) -> bool:
     """Return whether torch.bmm or torch.baddbmm can add bf16 products in float32.
 
-    On CUDA, both functions can since torch 2.8.
+    On CUDA, both functions can do so since torch 2.8.
     """
     try:
         x = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)

@@ -111,8 +111,8 @@ class Layers(ABC):
         """Return the values of ``computes`` [L, B]: this rank's part of a sum over the
         ranks, or the whole loss.
 
-        There is one compute for all layers, which may then get several layers as one
-        batch, or one compute per layer.
+        ``computes`` has one function per layer, or one function for all layers, which
+        may then get several layers as one batch.
         """
 
     def tokens(self, mask: TokenMask | None) -> Count:
@@ -132,9 +132,9 @@ class Layers(ABC):
         return self._masked_pairs().clamp_min(1)
 
     def without_pairs(self) -> Tensor:
-        """Return which sequences have no pair, bool [B] or [L, B]: their loss is 0.
+        """Return which sequences have no pair, bool [B] or [L, B]. Their loss is 0.
 
-        Only for layers with a mask.
+        There must be a mask.
         """
         return self._masked_pairs() == 0
 
@@ -153,7 +153,8 @@ class Layers(ABC):
         """
         if self.group is None:
             return values
-        # The values of other ranks are constants: those ranks compute their gradients.
+        # The values of other ranks are constants, because those ranks compute the
+        # gradients of these values.
         of_all = of_ranks(values.detach(), self.group)
         of_all[rank_in(self.group)] = values
         return of_all.logsumexp(0)
@@ -172,9 +173,8 @@ class Layers(ABC):
         return sums / (tokens * torch.tensor(self.features)[:, None].to(sums))
 
     def gather(self, z: Tensor) -> Gathering | None:
-        """Return an all-gather of z, the tokens that a ``Compute`` has received.
-
-        None: z already has the tokens of all ranks.
+        """Return an all-gather of z, the tokens that a ``Compute`` has received. Return
+        None if z already has the tokens of all ranks.
         """
         return None
 
@@ -218,8 +218,9 @@ class WholeLayers(Layers):
         """Return an all-gather of z, and start the all-gather of the next layers, which
         then runs during the work for z.
 
-        A ``Compute`` must call this once for each pack, in order, or never: if the
-        previous call has started an all-gather, this call returns that and ignores z.
+        A ``Compute`` must call this once for each pack, in order, or never, because a
+        call ignores z and returns the all-gather that the previous call started, if
+        any.
         """
         if self.group is None:
             return None
@@ -236,8 +237,8 @@ class WholeLayers(Layers):
         z, mask = self._together(pack)
         if self.group is None:
             return in_parts(z, mask, partial(self._apply, compute))
-        # The batch is not split: each part would need a collective call of its own, and
-        # shards are small.
+        # The batch is not split, because each part would need a collective call of its
+        # own, and shards are small.
         return self._apply(compute, z, mask)
 
     def _together(self, pack: Sequence[Tensor]) -> tuple[Tensor, TokenMask | None]:
@@ -272,8 +273,8 @@ def packed(zs: Sequence[Tensor]) -> list[list[Tensor]]:
 def parts(z: Tensor) -> list[slice]:
     """Return slices of the sequences of z [B, n, F], B ≥ 1.
 
-    They are processed one after another, so that the memory of temporaries does not grow
-    with the batch.
+    The slices are processed one after another, so that the memory of temporaries does
+    not grow with the batch.
     """
     elements = BATCH_ELEMENTS if z.device.type == "cpu" else GPU_BATCH_ELEMENTS
     most = max(1, elements // (z.shape[1] * z.shape[2]))
@@ -386,9 +387,9 @@ class SampledLayers(Layers):
         group: dist.ProcessGroup | None,
         in_bf16: bool,
     ) -> None:
-        # No group: every rank has the whole sample.
+        # The group is None, because every rank has the whole sample.
         super().__init__(zs, length=count, mask=mask, group=None, in_bf16=in_bf16)
-        self.mask = None  # of each layer: all layers fill the same number of slots
+        self.mask = None  # the same for all layers, which fill equally many slots
         self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
         batch, n, _ = zs[0].shape
         device = zs[0].device
@@ -410,13 +411,13 @@ class SampledLayers(Layers):
         if group is not None:
             self.is_held = is_held[..., None]
             self.z = self.z.where(self.is_held, 0.0)
-            # Adds only zeros to each token: exact in any dtype
+            # This adds only zeros to each token, which is exact in any dtype.
             dist.all_reduce(self.z, group=group)
 
     def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
         """Return the positions of the sample, [L, B, m], and set its masks.
 
-        Empty slots have any other positions of the sequence.
+        Empty slots have arbitrary other positions of the sequence.
         """
         layers = len(orders)
         chosen = first_of_orders(mask, orders, self.length).flatten(0, 1)

@@ -254,8 +254,8 @@ class DispersionLoss:
                 [z.sum((1, 2), dtype=accumulation_dtype(z.dtype)) for z in zs]
             )
         device = zs[0].device.type
-        # No autocast: it would round cosines to bf16, which loses the digits near the
-        # clamp.
+        # Autocast is off, because it would round cosines to bf16, which loses the
+        # digits near the clamp.
         in_bf16 = bf16_autocast(device) and self._variant.bf16_products
         with torch.autocast(device, enabled=False):
             layers: Layers

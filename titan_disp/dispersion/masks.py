@@ -1,8 +1,8 @@
 """Masks: which positions of sequences hold tokens, and in which document each token is.
 
 A mask is known on the device only, so no shape may depend on it. Where the number of
-chosen tokens varies between sequences, they are put into a fixed number of *slots*,
-some of which stay empty.
+chosen tokens varies between sequences, these tokens are put into a fixed number of
+*slots*, some of which stay empty.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,9 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Which positions hold tokens, and their segments (documents), if only pairs within
-    segments count. The tuples have one tensor per rank of the group, in rank order.
+    """Which positions hold tokens, and in which segments (documents) the tokens are, if
+    only pairs within segments count. The tuples have one tensor per rank of the group,
+    in rank order.
     """
 
     shards: tuple[Tensor, ...]  # True at tokens, bool [B, n]
@@ -169,8 +170,9 @@ def marked_shards(
 def slots_of(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """Return positions [B, slots], and which of them are chosen, bool [B, slots].
 
-    The chosen positions come first, in order. Other positions fill the rest; none is
-    returned twice. ``chosen`` is bool [B, N], True at most ``slots`` times per sequence.
+    The chosen positions come first, in order. Other positions fill the rest. No
+    position is returned twice. ``chosen`` is bool [B, N], True at most ``slots`` times
+    per sequence.
     """
     positions = (
         chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
@@ -194,9 +196,9 @@ def held_positions(
     positions: Tensor, n: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Return which positions of whole sequences this rank holds, bool [..., B, m], and
-    their index among its n positions, int [..., B, m].
+    their indices among its n positions, int [..., B, m].
 
-    If another rank holds a position, its index is a valid index of any token.
+    If another rank holds a position, the index is valid but arbitrary.
     """
     rank = rank_in(group)
     index = (positions - rank * n).clamp(0, n - 1)

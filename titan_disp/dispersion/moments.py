@@ -1,7 +1,7 @@
 """The moments estimator sums over all pairs in time linear in N.
 
-Sums over pairs of a quadratic function of the cosine collapse into moments of the
-tokens:
+If a function of the cosine is quadratic, its sum over all pairs follows from moments of
+the tokens:
 
     w(c_ij) ≈ a_i + b_i c_ij + ½ d_i c_ij²      s = Σ u_j      M = UᵀU  (F×F)      q_i = ‖u_i‖²
 
@@ -11,9 +11,10 @@ tokens:
 This is exact for decorrelation (a = b = 0, d = 2). For the angular loss, w(c) is smooth
 enough to be approximated by quadratics. Each token has its own quadratic, fitted to the
 token's cosines with a sample of the sequence. One quadratic for all tokens would not be
-enough: when embeddings collapse, most pairs lie within a narrow cone, where the gradient
-nearly vanishes, and most of the gradient belongs to the few tokens outside the cone. For
-these, the slope of a common quadratic would have an error as large as the slope itself.
+enough. When embeddings collapse, most pairs lie within a narrow cone, where the
+gradient nearly vanishes, and most of the gradient belongs to the few tokens outside the
+cone. For these few tokens, the error in a common quadratic's slope would be as large as
+the slope.
 """
 
 import math
@@ -50,7 +51,7 @@ def gram(u: Tensor) -> Tensor:
     """
     batch, _, f = u.shape
     if u.device.type != "cpu":
-        # No blocks on a GPU: even the whole product is too small to fill the GPU.
+        # No blocks on a GPU, as even the whole product is too small to fill the GPU.
         return product(u.transpose(1, 2), u)
     m = u.new_empty((batch, f, f), dtype=accumulation_dtype(u.dtype))
     for i in range(0, f, GRAM_BLOCK):
@@ -160,8 +161,8 @@ class Sample(NamedTuple):
 
 
 def block_size(counts: Count, length: int) -> Count:
-    """Return the size of a block, in tokens: the largest power of two that gives 64 or
-    more blocks of ``counts`` tokens; 1 if there are fewer tokens.
+    """Return the number of tokens per block: the largest power of two with which
+    ``counts`` tokens have 64 or more blocks, or 1 if there are fewer than 64 tokens.
 
     ``length`` is the highest possible count.
     """
@@ -176,10 +177,10 @@ def block_size(counts: Count, length: int) -> Count:
 def offset_in_block(block: Tensor, size: Count) -> Tensor:
     """Return the offset of the sampled token in each block of ``size`` tokens.
 
-    It is the fractional part of (block · golden ratio), times the size. These offsets
-    spread evenly, while tokens at a regular distance could all be alike, as in a table.
-    The offset in the first block is 0: in a language model, the first token is often
-    unlike all others.
+    The offset is the fractional part of (block · golden ratio), times the size. Offsets
+    spread evenly, but tokens at a regular distance could all be alike, as in a table.
+    The offset in the first block is 0, so that the first token is sampled. In a
+    language model, it is often unlike all others.
     """
     return ((block * GOLDEN) % 2**32) * size >> 32
 
@@ -189,8 +190,8 @@ def sample(
 ) -> Sample:
     """Return one token of each block of the whole sequences, of which z is a shard.
 
-    Each sequence of ``length`` positions has 64 to 128 blocks, or one per token if it is
-    shorter. Padding is not counted.
+    A sequence has 64 to 128 blocks, or one block per token if it has fewer than 64
+    tokens. Padding does not count. ``length`` is the number of positions.
     """
     counts: Count = length
     if mask is not None:
@@ -204,7 +205,7 @@ def sample(
     begin = block * size
     positions = (begin + offset_in_block(block, size)).clamp_max(counts - 1)
     if mask is not None:
-        # Token number i is at the first position with i + 1 tokens up to it.
+        # Token number i is at the first position up to which there are i + 1 tokens.
         positions = torch.searchsorted(mask.whole.cumsum(1), positions + 1)
     filled = begin < counts
     if group is None:

@@ -62,9 +62,9 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     A tile of ``batch`` sequences has at most TILE_ELEMENTS elements, but a block has at
     least 16 tokens. If all tokens fit, they are one block. Otherwise, a block on a CPU
     has the largest size. On a GPU, a kernel is compiled for each shape of tile, so
-    blocks should be equal: the size is the largest multiple of 128 that divides
-    ``tokens``, or else the largest multiple of 16 that does, if this is more than half
-    of the largest size. Otherwise, the last block may be much smaller than the others.
+    blocks should be equal. The size is therefore the largest multiple of 128 that
+    divides ``tokens``, or else of 16, if it is more than half of the largest size. If
+    there is no such size, the last block may be much smaller than the others.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -108,12 +108,13 @@ def _epilogue(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Σ w [B] and q [B, m, n] of a tile, given its products x_i·x_j [B, m, n]."""
-    # A new tensor: otherwise the compiled kernel would also write the products.
+    # A new tensor, because otherwise the compiled kernel would also write the products.
     cosines = (products * s_rows).mul_(s_cols)
     w, r = pair(cosines)
     # Eager code writes q and w into tiles that are no longer needed. (Compiled code
-    # stores no temporaries.) The memory of w and r is not reused: a pair function may
-    # return the same tensor as both, or store it.
+    # stores no temporaries.) The memory of w and r is not reused, because a pair
+    # function may return the same tensor as w and as r, or store a tensor that it
+    # returns.
     eager = not torch.compiler.is_compiling()
     memory_q = products if eager else None
     memory_w = cosines if eager else None
@@ -209,7 +210,7 @@ class Shard:
 
     def _may_pair(self, rows: Block, cols: slice) -> bool:
         """Return whether the rows and these columns of this shard may have a segment in
-        common. They have none if either is only padding.
+        common. They have none if the rows or the columns are only padding.
         """
         of_rows = rows.shard.segments[rows.where.start]
         of_cols = self.segments[cols.start]
@@ -263,8 +264,8 @@ def span_pairs(
     if len(span) == 1:
         sums, q = tile_pairs(rows, cols, pair)
         return _multiplicity(rows, cols) * sums, q
-    # As wide as the whole shard, so that the strides are the same for every span:
-    # kernels are compiled for strides.
+    # As wide as the whole shard, so that the strides are the same for every span. (A
+    # kernel is compiled for each set of strides.)
     q = cols.x.new_empty(*rows.x.shape[:2], cols.shard.x.shape[1])
     s = rows.scale.new_zeros(len(rows.x))
     for where in span:
@@ -313,9 +314,9 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
     stands for its transpose.
     """
     s = shard.scale.new_zeros(len(shard.x))
-    # If no tile is left out, W need not be initialized: the first row of tiles writes
-    # all of it. The first span writes W of the top rows, and each span writes W of the
-    # tokens in its columns.
+    # If no tile is left out, W need not be initialized, because the first row of tiles
+    # writes all of W. The first span writes W of the top rows, and each span writes W of
+    # the tokens in its columns.
     all_written = shard.marks is None or shard.marks.ranges is None
     new = torch.empty_like if all_written else torch.zeros_like
     w = new(shard.x, dtype=accumulation_dtype(shard.x.dtype))
@@ -342,8 +343,8 @@ def all_pairs(shard: Shard, pair: PairFunction) -> tuple[Tensor, Tensor]:
 
 
 def add_pairs_with(shard: Shard, other: Shard, w: Tensor, pair: PairFunction) -> Tensor:
-    """Return S [B] over the pairs of this shard's tokens with the other shard's tokens,
-    and add their contribution to W to ``w`` [B, n, F].
+    """Return S [B] over the pairs of this shard's tokens with the other shard's tokens.
+    To ``w`` [B, n, F], add what these pairs contribute to W.
     """
     s = w.new_zeros(len(w))
     for i in shard.blocks:

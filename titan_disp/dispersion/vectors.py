@@ -1,4 +1,4 @@
-"""Unit vectors of tokens, and the gradient of the tokens given that of the unit vectors.
+"""Unit vectors of tokens, and the tokens' gradient, given the unit vectors' gradient.
 
 Unit vectors are u = s x, with x and scales s computed from tokens z [B, n, F]. For a
 function S of u, W = s ∂S/∂u is computed first. A single pass over W then computes ∂S/∂z,
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titan_disp.dispersion.kernels import accumulation_dtype, fused, operand_dtype
 
-# The ε of losses that have none: so small that it changes no digit. The gradient of zero
-# tokens is multiplied by 1/ε², which is finite in float32.
+# The ε of losses without an option for ε. It is so small that it changes no digit. The
+# gradient of zero tokens is multiplied by 1/ε², which is finite in float32.
 UNIT_EPS = 1e-15
 ALL_ROWS = slice(None)
 BLOCK_ELEMENTS = 1 << 18  # elements of z per block of rows: 1 MiB in fp32
@@ -128,7 +128,7 @@ def _through_norm(w: Tensor, z: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
 def row_blocks(x: Tensor) -> list[slice]:
     """Return slices of the rows of x [B, n, F], each of which fits into a core's cache.
 
-    On a GPU, a single slice has all rows: one fused kernel processes them.
+    On a GPU, a single slice has all rows, because one fused kernel processes them.
     """
     if x.device.type != "cpu" or x.numel() <= BLOCK_ELEMENTS:
         return [ALL_ROWS]

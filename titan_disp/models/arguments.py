@@ -63,8 +63,8 @@ class DispModelArgs(BaseModelArgs):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence, in tokens, that the weights allow. None: no limit, as
-        with rotary embeddings.
+        """The longest sequence, in tokens, that the weights allow. None means no limit,
+        as with rotary embeddings.
         """
         return None
 
@@ -80,8 +80,9 @@ class DispModelArgs(BaseModelArgs):
         elements that forward saves. "gradients" has the gradients of activations at the
         peak of a block's backward pass.
 
-        TP shards the sequence between blocks. Inside, it gathers the inputs of attention
-        and feed-forward network, and shards their computation over ``tp`` ranks.
+        TP shards the sequence between blocks. Inside a block, TP gathers the inputs of
+        attention and feed-forward network, and shards the computation of these two over
+        ``tp`` ranks.
         """
         raise NotImplementedError
 
@@ -105,9 +106,9 @@ class DispModelArgs(BaseModelArgs):
         """Return the number of parameters (a tied embedding counts once) and the FLOPs
         per token, forward and backward.
 
-        TorchTitan 0.2.2 subtracts a tied embedding from both, although the output layer
-        multiplies by its weight. The FLOPs of dispersion are not counted: MFU compares
-        those of the model.
+        TorchTitan 0.2.2 subtracts a tied embedding from both numbers, although the
+        output layer multiplies by its weight. The FLOPs of dispersion are not counted,
+        because MFU compares the FLOPs of the model.
         """
         # ``parameters()`` yields a shared parameter once.
         total = sum(p.numel() for p in model.parameters())
@@ -186,10 +187,10 @@ def activation_indices(
 
 
 def architecture_of(args: Any) -> dict[str, Any]:
-    """Return the fields that define the network, as values for JSON: all of type bool,
-    int, float and str except max_seq_len and attn_type.
+    """Return the fields that define the network, as values for JSON: all fields of type
+    bool, int, float and str except max_seq_len and attn_type.
 
-    TorchTitan's ``_enforced`` is left out: it is a note to programmers.
+    TorchTitan's ``_enforced`` is left out, because it is a note to programmers.
     """
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
     return {

@@ -2,8 +2,9 @@
 
 **Noisy embeddings** (NEFTune, arXiv 2310.05914) add U(−1, 1) · α/√(N·F) to the output
 of the token embedding in training (N positions in a whole sequence, F features). Every
-number is a hash of (seed, step, sequence in the global batch, position, feature), in
-integer arithmetic: it is the same on every device, on every mesh and after a resume.
+number is a hash of (seed, step, sequence in the global batch, position, feature). The
+hash uses integer arithmetic, so that the number is the same on every device, on every
+mesh and after a resume.
 
 **Active forgetting** (arXiv 2307.01163) replaces the token embeddings by new random
 values after every K steps, and clears their optimizer state. The embeddings have a
@@ -81,9 +82,9 @@ def check_baseline(job_config: JobConfig) -> None:
 def mix(x: Tensor) -> Tensor:
     """Return a hash of 32-bit words, int64 in [0, 2³²), computed in place.
 
-    The hash is a bijection in which every bit depends on every bit: Chris Wellons'
-    "lowbias32" with better constants (hash-prospector). Both constants are below 2³¹, so
-    products stay below 2⁶³.
+    The hash is a bijection in which every output bit depends on every input bit: Chris
+    Wellons' "lowbias32" with better constants (hash-prospector). Both constants are
+    below 2³¹, so products stay below 2⁶³.
     """
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -105,8 +106,8 @@ def uniform(
 ) -> Tensor:
     """Return numbers from U(−1, 1), float32 [B, n, F] on the device of ``positions``.
 
-    They are multiples of 2⁻²³. ``sequences`` [B] are indices in the global batch, and
-    ``positions`` [B, n] are positions in the whole sequence.
+    The numbers are multiples of 2⁻²³. ``sequences`` [B] are indices in the global
+    batch, and ``positions`` [B, n] are positions in the whole sequence.
     """
     device = positions.device
     # torch.full fills on the device. With torch.tensor, a GPU would wait for a copy from
@@ -144,7 +145,7 @@ class NoisyEmbedding:
     def install(self, model: nn.Module) -> None:
         """Register the hooks on the model.
 
-        The model must be parallelized before, so that these hooks run last.
+        Parallelize the model first, so that these hooks run last.
         """
         model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         model.get_submodule("tok_embeddings").register_forward_hook(
@@ -324,8 +325,8 @@ def forgetting_schedule(
     """
     section = job_config.baseline
     (scheduler,) = schedulers.schedulers
-    # A partial, as in TorchTitan. Of other callable objects, a checkpoint would store
-    # the attributes.
+    # A partial, as in TorchTitan. A checkpoint would store the attributes of other
+    # callable objects.
     factor = functools.partial(
         lr_factor, interval=section.forget_every, warmup=section.forget_warmup
     )

@@ -42,9 +42,9 @@ class Predictions(NamedTuple):
 class DispModel(ModelProtocol):
     """A decoder that can return activations.
 
-    The model *returns* them instead of collecting them by hooks on blocks: FSDP2 only
-    handles tensors in module outputs, and activation checkpointing would run the hooks
-    again in the backward pass.
+    The model *returns* activations instead of collecting them by hooks on blocks,
+    because FSDP2 only handles tensors in module outputs, and activation checkpointing
+    would run the hooks again in the backward pass.
     """
 
     model_args: DispModelArgs
@@ -230,7 +230,7 @@ def _plain(h: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def fill_(param: nn.Parameter, full: Tensor) -> None:
-    """Copy ``full``, the whole value, which every rank has, into a parameter.
+    """Copy ``full`` into a parameter. Every rank has the whole value ``full``.
 
     The parameter may be sharded, and may have another dtype and device.
     """

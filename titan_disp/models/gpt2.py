@@ -1,9 +1,9 @@
 """``gpt2_disp`` is GPT-2: arguments and flavors, the model, its tensor-parallel plan, and
 the conversion of Hugging Face's weights.
 
-Queries, keys and values have separate matrices: tensor parallelism would give one rank
-the queries and another rank the values of a fused matrix. There is no dropout, as is
-usual in pre-training today.
+Queries, keys and values have separate matrices, because tensor parallelism would give
+one rank the queries and another rank the values of a fused matrix. There is no dropout,
+as is usual in pre-training today.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ class GPT2DispModelArgs(DispModelArgs):
         return self.context
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """Return the distribution in the GPT-2 paper and in transformers. It is narrower
-        for the 2·n_layers matrices whose products are added to the residual.
+        """Return the distribution in the GPT-2 paper and in transformers, which is
+        narrower for the 2·n_layers matrices whose products are added to the residual.
         """
         if len(shape) == 1:
             return Initial(mean=0.0 if name.endswith("bias") else 1.0)
@@ -215,8 +215,8 @@ class GPT2DispModel(DispModel):
         return block(h, attention_masks)
 
 
-# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm, of which
-# its policy saves every second output; of addmm, it saves all outputs.
+# A linear layer with a bias is aten.addmm. TorchTitan's list has only aten.mm. Its
+# policy saves every second output of aten.mm, but all outputs of aten.addmm.
 SAVED_OPS = _op_sac_save_list | {torch.ops.aten.addmm.default}
 
 
@@ -294,8 +294,8 @@ IN_BLOCK = {
 class GPT2HfAdapter(HfAdapter):
     """Converts weights to and from Hugging Face's GPT2LMHeadModel.
 
-    Its Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys and
-    values are one layer, c_attn. Files on the hub omit the prefix "transformer.".
+    That model's Conv1D matrices (c_…) are the transposes of nn.Linear's. Queries, keys
+    and values are one layer, c_attn. Files on the hub omit the prefix "transformer.".
     """
 
     model_cls = GPT2DispModel

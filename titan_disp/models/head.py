@@ -1,11 +1,12 @@
-"""The output layer and the cross-entropy in one, for a chunk of tokens at a time, so that
-the logits of all tokens never exist at once.
+"""The output layer and the cross-entropy, computed together for one chunk of tokens at
+a time, so that the logits of all tokens never exist at once.
 
 In training, the model returns ``HiddenStates`` instead of logits. The loss's forward
 computes logits, loss and gradients of each chunk, so that backward only scales the
 gradients. Nothing is computed twice. ``linear_cross_entropy`` of torch 2.13 does the
-same, but with bfloat16 inputs it sums the loss and the weight's gradient in bfloat16: the
-loss of 2,048 tokens had an error of 2 %. Here both are summed in float32.
+same, but with bfloat16 inputs it sums the loss and the weight's gradient in bfloat16,
+and the loss of 2,048 tokens had an error of 2 %. Here, loss and gradient are summed in
+float32.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ class ChunkedHead(nn.Linear):
 
 
 class _HeadParallel(ColwiseParallel):
-    """Gathers the sequence, and shards the rows of the weight. Only eval has logits, to
-    which the output layout applies.
+    """Gathers the sequence, and shards the rows of the weight. The output layout
+    applies to logits, which exist only in eval.
     """
 
     @staticmethod
@@ -93,7 +94,7 @@ def chunked_cross_entropy(
     """Return the cross-entropy summed over the valid tokens, and the cross-entropy of each
     token [B · N], without a gradient.
 
-    Both are float32, and the same on all ranks of TP.
+    Both results are float32, and the same on all ranks of TP.
 
     Args:
         labels: token ids [B, N], or −100 for tokens that do not count.
@@ -127,13 +128,13 @@ def loss_and_gradient(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each token in float32 [C], 0 if the token does not
-    count, and its gradient with respect to the logits [C, V/tp].
+    count, and the cross-entropy's gradient with respect to the logits [C, V/tp].
 
     The logits are h @ weightᵀ. ``weight`` has this rank's rows, which begin with row
     ``first`` of the vocabulary.
     """
-    # The logits are computed here, because a caller could not free them: ``partial`` and
-    # torch.compile hold references to arguments.
+    # The logits are computed here. If they were an argument, the caller could not free
+    # them, because ``partial`` and torch.compile hold references to arguments.
     dtype = weight.dtype
     p = (h @ weight.T).float()
     counts = labels != IGNORE_INDEX
@@ -154,7 +155,7 @@ def loss_and_gradient(
     total, target = sums
     loss = torch.where(counts, total.log() - target, 0)
     gradient = p.mul_((counts / total)[:, None]).to(dtype)
-    # In float32: bfloat16 has no number between a probability of 0.998 and 1.
+    # In float32, as bfloat16 has no number between a probability of 0.998 and 1.
     of_label = target.exp() / total - 1
     gradient[at] = torch.where(has_row, of_label, gradient[at]).to(dtype)
     return loss, gradient

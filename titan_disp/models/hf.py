@@ -24,9 +24,10 @@ class HfAdapter(StateDictAdapter):
     """TorchTitan's adapter, whose plan of output files always fits the model.
 
     TorchTitan reads the plan from ``model.safetensors.index.json`` in the assets folder.
-    An index on the hub may list an ``lm_head.weight`` that a tied model does not save:
-    TorchTitan 0.2.2 would write it without values, and no reader could open the file. If
-    a weight is missing from the index, the save at the end of training would fail.
+    An index on the hub may list an ``lm_head.weight`` that a tied model does not save.
+    TorchTitan 0.2.2 would write this weight without values, and no reader could open
+    the file. If a weight is missing from the index, the save at the end of training
+    would fail.
     """
 
     model_cls: type[DispModel]
@@ -98,8 +99,8 @@ class HfAdapter(StateDictAdapter):
 def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
     """Raise ConfigError if ``checkpoint.initial_load_in_hf`` cannot load a folder.
 
-    This reads config.json and the headers of the weights. If config.json ties the output
-    layer, it also reads the values of the output layer and of the embedding.
+    The check reads config.json and the headers of the weights. If config.json ties the
+    output layer, the check also reads the values of the output layer and the embedding.
     """
     folder = Path(folder)
     where = f"checkpoint.initial_load_in_hf: {str(folder)!r}"
@@ -153,8 +154,8 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
 def stored_weights(folder: Path, adapter: HfAdapter, where: str) -> dict[str, Any]:
     """Return the weights in a folder's files, by their canonical names.
 
-    Each is a slice, which reads values only when it is indexed. Raises ConfigError if a
-    header is damaged.
+    Each weight is a slice, which reads values only when it is indexed. Raises
+    ConfigError if a header is damaged.
     """
     stored = {}
     for file in sorted(folder.glob("*.safetensors")):

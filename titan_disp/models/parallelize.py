@@ -1,10 +1,10 @@
 """Parallelize a model, in this order: TP, weight tying, CP, activation checkpointing,
 compile, FSDP2 or HSDP.
 
-TorchTitan 0.2.2's order fails for tied embeddings: TP replaces both parameters, which
+TorchTitan 0.2.2's order fails for tied embeddings. TP replaces both parameters, which
 unties them, and separate FSDP groups for the embedding and the output layer either
-raise or train two matrices. Here the parameters are tied again after TP, and the
-embeddings, the final norm and the output layer form one FSDP group.
+raise an error or train two matrices. Here the parameters are tied again after TP, and
+the embeddings, the final norm and the output layer form one FSDP group.
 """
 
 import logging
@@ -47,8 +47,8 @@ def parallelize_model(
     """Return the model, which is on the meta device, parallelized in place as the config
     says.
 
-    ``checks.check_config`` must have accepted the config. It refuses combinations that
-    do not work.
+    ``checks.check_config``, which refuses combinations that do not work, must have
+    accepted the config.
     """
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     tp_mesh = parallel_dims.get_optional_mesh("tp")
@@ -91,8 +91,8 @@ def parallelize_model(
 class LocalHeads(nn.Module):
     """Attention on this rank's heads of q, k, v [B, heads, N, head_dim], as plain tensors.
 
-    TP shards the heads, so nothing needs to be sent. torch's context parallelism and flex
-    attention do not support DTensors, nor does its attention on a CPU.
+    TP shards the heads, so nothing needs to be sent. torch's context parallelism, flex
+    attention and torch's attention on a CPU do not support DTensors.
     """
 
     def __init__(self, attention: nn.Module) -> None:
@@ -139,8 +139,9 @@ def _apply_fsdp(
         head = [*model.embeddings, *head]  # the shared parameter has one owner
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
-    # Backward begins with this group: if it were resharded after forward, it would be
-    # gathered again at once. The loss of a chunked head reads the weight after forward.
+    # Backward begins with this group. If the group were resharded after forward, it
+    # would be gathered again at once. The loss of a chunked head reads the weight after
+    # forward.
     fully_shard(
         head,
         reshard_after_forward=policy == "always"
@@ -155,11 +156,11 @@ def _apply_fsdp(
 
 def _columns_where_rows_are_uneven(param: nn.Parameter) -> Shard | None:
     """Return a placement that shards columns if TP has divided the rows unevenly, as with
-    GPT-2's 50,257 tokens. None: FSDP shards rows.
+    GPT-2's 50,257 tokens. Otherwise return None, with which FSDP shards rows.
 
     DTensor (torch 2.13) assumes that TP divides the rows of each FSDP shard in the same
     proportion as all rows. But in the last of 8 shards of the 50,257 rows, 2 TP ranks have
-    3135 and 3141 rows: initial weights and checkpoints would mix up rows.
+    3135 and 3141 rows, so that initial weights and checkpoints would mix up rows.
     """
     if isinstance(param, DTensor):
         for degree, placement in zip(

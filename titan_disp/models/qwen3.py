@@ -167,7 +167,7 @@ class Qwen3HfAdapter(HfAdapter, Qwen3StateDictAdapter):
         "num_key_value_heads": "n_kv_heads",
         "head_dim": "head_dim",
         "rms_norm_eps": "norm_eps",  # for queries and keys too
-        # At the top level, as in Qwen's files: transformers 4.51 to 5 read it there.
+        # At the top level, as in Qwen's files, where transformers 4.51 to 5 read it
         "rope_theta": "rope_theta",
         "tie_word_embeddings": "enable_weight_tying",
     }

@@ -24,7 +24,8 @@ class ModelEntry:
 
     name: str  # model.name in a config
     title: str  # the name in texts
-    # By size, ascending: a preflight without an accelerator takes the first that fits.
+    # In ascending order of size, because a preflight without an accelerator takes the
+    # first flavor that fits.
     flavors: Flavors
     adapter: type[HfAdapter]  # converts weights to and from transformers
     apply_tp: ApplyTP  # applies the tensor-parallel plan in place

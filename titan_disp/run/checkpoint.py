@@ -1,7 +1,7 @@
 """This module extends TorchTitan's checkpoint manager so that a run survives failing
 nodes and damaged checkpoints.
 
-docs/resilience.md says what it promises. A checkpoint is *complete* if it has DCP's
+docs/resilience.md says what this promises. A checkpoint is *complete* if it has DCP's
 ``.metadata``, which is written last. If a load or save fails on any rank, all ranks
 learn of it and stop together.
 """
@@ -54,12 +54,14 @@ def check_initial_load(
 ) -> None:
     """Check the weights that a new run begins with, if [checkpoint] names any.
 
-    ``assets`` is ``model.hf_assets_path``.
+    ``assets`` is ``model.hf_assets_path``. The hashes of a DCP checkpoint are compared
+    only when the weights are loaded.
 
-    Raises ConfigError if the keys contradict each other, or the weights are missing,
-    incomplete, or (in Hugging Face's format) another model's; RefusedError if a DCP
-    checkpoint has lost its hashes.json; CheckpointError or OSError if a file cannot be
-    read. The hashes themselves are compared when the weights are loaded.
+    Raises:
+        ConfigError: the keys contradict each other, or the weights are missing,
+            incomplete, or (in Hugging Face's format) another model's.
+        RefusedError: a DCP checkpoint has lost its hashes.json.
+        CheckpointError, OSError: a file cannot be read.
     """
     path = checkpoint.initial_load_path
     if not checkpoint.enable:
@@ -130,8 +132,8 @@ def describe(
     ``tokenizer`` was loaded from ``folder``, ``dtype`` is the dtype of the weights, and
     ``adapter.model_args.max_seq_len`` is the sequence length of training. Raises
     ConfigError if the tokenizer cannot be converted, or if the written tokenizer does
-    not give the ids of training for ``documents`` and for ``hf_tokenizer.PROBES``; and
-    OSError.
+    not give the ids of training for ``documents`` and ``hf_tokenizer.PROBES``. Also
+    raises OSError.
     """
     write_json(dest / "config.json", hf_config(adapter, tokenizer, dtype))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
@@ -171,8 +173,8 @@ class DispCheckpointManager(CheckpointManager):
         super().__init__(**kwargs)
         # A rank may write for minutes, and the time-outs of training are shorter, so
         # saves need a group with their own time-out. If TorchTitan has created a group
-        # for asynchronous saves, this one is used: a second group would double the
-        # number of sockets. gloo accepts no infinite time-out.
+        # for asynchronous saves, that group is used, because a second one would double
+        # the number of sockets. gloo accepts no infinite time-out.
         self._time = timedelta(seconds=min(save_seconds, 1e8))
         if self.enable and dist.get_backend() != "fake":
             self.pg = self.pg or dist.new_group(backend="gloo", timeout=self._time)
@@ -202,8 +204,8 @@ class DispCheckpointManager(CheckpointManager):
         if self.saves_again:
             return True
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        # A skipped step changes no weights, so a save would be sound. It waits all the
-        # same, because the next good step is not far away.
+        # A skipped step changes no weights, so a save would be sound. The save waits
+        # all the same, because the next good step is not far away.
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
@@ -237,13 +239,13 @@ class DispCheckpointManager(CheckpointManager):
                 self._saved(curr_step)
 
     def _save(self, curr_step: int, last_step: bool) -> None:
-        """Save this step as TorchTitan does, without asking again whether it is due."""
+        """Save this step as TorchTitan does, without asking again if a save is due."""
         on_rank_0(storage.patiently, self._make_room, curr_step, group=self.pg)
         super().save(curr_step, last_step)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """Save all states, or with last_save_model_only the model in export_dtype, as
-        TorchTitan does; in Hugging Face's format, add the files that
+        """Save all states as TorchTitan does. With last_save_model_only, save only the
+        model, in export_dtype. In Hugging Face's format, add the files that
         ``from_pretrained`` needs.
         """
         super()._save_last_step(curr_step)
@@ -281,7 +283,7 @@ class DispCheckpointManager(CheckpointManager):
             if integrity.is_unfinished(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             # The folder may hold more than an unfinished save, for example a checkpoint
-            # whose .metadata was moved away. If it cannot be renamed, nothing is saved.
+            # without its .metadata. If the folder cannot be renamed, nothing is saved.
             else:
                 moved = integrity.rename_step(folder, "damaged")
                 logger.error(f"{folder} has no .metadata and was moved to {moved}")
@@ -295,7 +297,7 @@ class DispCheckpointManager(CheckpointManager):
         self.hooks.event("save_failed", step, error=reason)
         return CheckpointError(
             f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. "
-            + (f"The last good one is step {kept[-1]}. " if kept else "")
+            + (f"The last good checkpoint is step {kept[-1]}. " if kept else "")
             + "Free space or repair the file system, then start the run again"
         )
 
@@ -363,10 +365,9 @@ class DispCheckpointManager(CheckpointManager):
     def wait(self) -> None:
         """Wait for an asynchronous save.
 
-        If the save failed, which DCP reports on all ranks, for a reason that may pass,
-        this pauses, and the next call of ``save`` saves. Raises CheckpointError if the
-        reason cannot pass, or after more failures in a row than ``storage.PAUSES`` has
-        entries.
+        DCP reports a failed save on all ranks. If the reason may pass, this pauses, and
+        the next call of ``save`` saves. Raises CheckpointError if the reason cannot
+        pass, or after more failures in a row than ``storage.PAUSES`` has entries.
         """
         if self.save_future is None:
             return
@@ -393,7 +394,7 @@ class DispCheckpointManager(CheckpointManager):
             self._saved(step)
 
     def finish(self, step: int) -> None:
-        """Wait for an asynchronous save; if it failed, save this step. Raises as
+        """Wait for an asynchronous save. If that save failed, save this step. Raises as
         ``save`` does. A collective call.
         """
         self.wait()
@@ -402,8 +403,9 @@ class DispCheckpointManager(CheckpointManager):
             self.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Delete old complete checkpoints: not the newest ``keep_latest_k``, and not those
-        of every ``keep_every`` steps. Unfinished saves are neither counted nor deleted.
+        """Delete old complete checkpoints, except the newest ``keep_latest_k`` and
+        those of every ``keep_every`` steps. Unfinished saves are neither counted nor
+        deleted.
         """
         if (
             self.keep_latest_k <= 0
@@ -432,8 +434,8 @@ class DispCheckpointManager(CheckpointManager):
     # ---- load
 
     def newest(self) -> int:
-        """Return the step of the newest complete checkpoint, model-only or not; 0 if
-        there is none. A collective call.
+        """Return the step of the newest complete checkpoint, which may be model-only,
+        or 0 if there is none. A collective call.
         """
         if not self.enable:
             return 0
@@ -441,8 +443,8 @@ class DispCheckpointManager(CheckpointManager):
         return max(steps, default=0)
 
     def load(self, step: int = -1) -> bool:
-        """Load ``step``, or with -1 the newest checkpoint that loads, and return
-        whether anything was loaded.
+        """Load the checkpoint of ``step``, or the newest that loads if ``step`` is -1.
+        Return whether anything was loaded.
 
         If there is no checkpoint, the weights that [checkpoint] names are loaded. This
         is a collective call.
@@ -451,8 +453,8 @@ class DispCheckpointManager(CheckpointManager):
             ConfigError: the named weights are missing or another model's.
             RefusedError: ``check_resume`` refuses the checkpoint, or there are newer checkpoints than ``step``.
             EndedError: the run has ended with an undamaged checkpoint of the model only.
-            CheckpointError: no checkpoint loads, or that of ``step`` does not; the named weights are damaged;
-                or a checkpoint cannot be read for a reason that does not pass.
+            CheckpointError: no checkpoint loads; the checkpoint of ``step`` does not load; the named weights are
+                damaged; or a checkpoint cannot be read for a reason that does not pass.
             UnreadableError: all tries of ``storage.together`` to read a checkpoint failed, for a reason that may pass.
         """
         try:
@@ -469,8 +471,8 @@ class DispCheckpointManager(CheckpointManager):
 
     def _take_back(self) -> None:
         """Rename the newest damaged-N back to step-N if it is newer than all checkpoints
-        and not damaged: a failure of the file system may have looked like damage. A
-        collective call.
+        and not damaged, because a failure of the file system may have looked like
+        damage. A collective call.
         """
         step = on_rank_0(storage.patiently, self._newest_damaged)
         if step is None:
@@ -521,8 +523,8 @@ class DispCheckpointManager(CheckpointManager):
             return self._load_explicit(step, steps)
         failed: dict[int, str] = {}
         if self._load_newest(steps, failed) is not None:
-            # Damaged checkpoints are moved only after another one has loaded: if none
-            # loads, the config is more likely to be wrong than all checkpoints.
+            # Damaged checkpoints are moved only after another one has loaded. If none
+            # loads, a wrong config is more likely than damage to all checkpoints.
             for other, why in failed.items():
                 self.hooks.event("checkpoint_damaged", other, reason=why)
                 # with load_only, another run may be training in the folder
@@ -537,8 +539,8 @@ class DispCheckpointManager(CheckpointManager):
                 "damaged, restore a copy. Otherwise start a new run in another "
                 "--job.dump_folder"
             )
-        # TorchTitan uses initial_load_path only if the folder does not exist. Ours may
-        # exist and hold unfinished saves.
+        # TorchTitan uses initial_load_path only if the folder does not exist. Our
+        # folder may exist and hold unfinished saves.
         self._check_initial_load()
         path = self.initial_load_path
         reason = None
@@ -565,8 +567,8 @@ class DispCheckpointManager(CheckpointManager):
         )
 
     def _refuse_to_count_anew(self, steps: list[int]) -> None:
-        """Raise RefusedError if a resume would not load the step count: the run would
-        begin at step 1 again, and overwrite its checkpoints.
+        """Raise RefusedError if a resume would not load the step count. The run would
+        then begin at step 1 again, and overwrite its checkpoints.
         """
         trained = [step for step in steps if step > 0]
         if (
@@ -602,7 +604,7 @@ class DispCheckpointManager(CheckpointManager):
 
     def _load_newest(self, steps: list[int], failed: dict[int, str]) -> int | None:
         """Load the newest of these steps that can be loaded, and return its number, or
-        None. A collective call.
+        None if none can be loaded. A collective call.
 
         For each newer step, the reason why it cannot be loaded is added to ``failed``.
         """
@@ -702,8 +704,8 @@ class DispCheckpointManager(CheckpointManager):
     def _damage(self, folder: str) -> str | None:
         """Return what is wrong with a checkpoint's files, or None.
 
-        Each rank checks its share of the files, and all ranks return the same. Raises
-        the error of ``_unreadable`` on all ranks if a file cannot be read.
+        Each rank checks its share of the files, and all ranks return the same result.
+        Raises the error of ``_unreadable`` on all ranks if a file cannot be read.
         """
         if reason := on_rank_0(_readable, integrity.problem, folder):
             return reason
@@ -738,8 +740,8 @@ class DispCheckpointManager(CheckpointManager):
 
 
 def _refuse_ended(folder: str) -> None:
-    """Raise EndedError if the run ended with ``checkpoint.last_save_in_hf``: it would
-    train again and overwrite the saved model.
+    """Raise EndedError if the run ended with ``checkpoint.last_save_in_hf``, because it
+    would train again and overwrite the saved model.
     """
     for step in reversed(integrity.steps_of(Path(folder), "step")):
         path = Path(folder, f"step-{step}")
@@ -755,7 +757,7 @@ def _refuse_ended(folder: str) -> None:
 
 
 def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
-    """Return ``read(folder, *arguments)``, which reads a checkpoint. Its OSError is
+    """Return ``read(folder, *arguments)``, which reads a checkpoint. An OSError is
     raised as the error of ``_unreadable``.
     """
     try:
@@ -765,8 +767,8 @@ def _readable(read: Callable[..., T], folder: str, *arguments: Any) -> T:
 
 
 def _unreadable(folder: str, error: BaseException) -> CheckpointError:
-    """Return the error for a checkpoint that cannot be read, which does not prove that it
-    is damaged: UnreadableError if the reason may pass, else CheckpointError.
+    """Return the error for a checkpoint that cannot be read: UnreadableError if the
+    reason may pass, else CheckpointError. Such a failure does not prove damage.
     """
     reason = storage.one_line(error)
     if storage.may_pass(error):
@@ -775,8 +777,9 @@ def _unreadable(folder: str, error: BaseException) -> CheckpointError:
 
 
 def _agreed(outcome: CheckpointError | str | None) -> str | None:
-    """Return the first reason of a rank not to load a checkpoint, or None. A collective
-    call. If the outcome of a rank is an error, all ranks raise the first such error.
+    """Return the first reason of a rank for not loading a checkpoint, or None if no
+    rank has one. If the outcome of a rank is an error, all ranks raise the first such
+    error. A collective call.
     """
     outcomes: list[Any] = [outcome]
     if dist.is_initialized() and dist.get_backend() != "fake":

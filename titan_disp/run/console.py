@@ -31,7 +31,7 @@ LOG = "full.log"  # in the rank's folder, beside torchrun's stdout.log and stder
 # Warnings that the console does not show: {pattern of the message: why it is harmless}.
 # cpu.HARMLESS has the warnings on a CPU.
 HARMLESS = {
-    r"Adjusting (warmup|decay) steps to \d": "schedules.schedule_warnings says it",
+    r"Adjusting (warmup|decay) steps to \d": "schedules.schedule_warnings says this",
     r"model\.safetensors\.index\.json not found": (
         "without this file, weights are exported as one file, which is complete"
     ),
@@ -42,8 +42,8 @@ HARMLESS = {
         "TorchTitan's groups that never communicate are fake ones without a time-out"
     ),
 }
-# Keys of [dispersion] that an overview shows even if they have their default values. It
-# also shows all options of the variant.
+# Keys of [dispersion] that an overview shows even if they have their default values. An
+# overview also shows all options of the variant.
 TELLING = ("coeff", "layers", "variant", "estimator")
 SYMBOLS = {"coeff": "λ", "tau": "τ", "clamp": "κ"}
 # keys that ``_dispersion`` does not write as "key value"
@@ -67,10 +67,10 @@ class ConsoleFormatter(logging.Formatter):
 def is_for_console(record: logging.LogRecord) -> bool:
     """Return whether the console shows a record.
 
-    The console shows warnings and errors that are not harmless. Of the other records, it
-    shows those that titan-disp's files write to the root logger. TorchTitan's own files
-    also write to the root logger, and modules write details to loggers of their own
-    names: these records are only in the file.
+    The console shows warnings and errors that are not harmless, and other records that
+    titan-disp's files write to the root logger. Two kinds of records are only in the
+    file: those that TorchTitan's own files write to the root logger, and details that
+    modules write to loggers of their own names.
     """
     if record.levelno > logging.INFO:
         harmless = "|".join(HARMLESS | cpu.HARMLESS)

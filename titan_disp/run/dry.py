@@ -1,8 +1,9 @@
 """A dry run simulates many ranks in one process: it computes the steps of rank 0, and
 writes nothing (docs/training.md).
 
-It uses TorchTitan's ``comm.mode = "fake_backend"``: collectives return at once with
-this rank's values, so losses mean nothing and must not reach a run folder.
+A dry run uses TorchTitan's ``comm.mode = "fake_backend"``, with which collectives
+return at once with this rank's values. Losses therefore mean nothing, and must not
+reach a run folder.
 """
 
 import os
@@ -28,7 +29,7 @@ def is_dry(job_config: JobConfig) -> bool:
 def simulated_ranks() -> int:
     """Return the number of ranks that a dry run simulates.
 
-    Raises ConfigError if NGPU in the environment is not such a number.
+    Raises ConfigError if NGPU in the environment is not a number of ranks.
     """
     number = os.environ.get("NGPU", "")
     if not number.isdecimal() or int(number) < 1:

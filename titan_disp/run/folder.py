@@ -35,9 +35,9 @@ _RECORDED = re.compile(
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|NOTIFY|WEBHOOK", re.IGNORECASE
 )
-# Secrets within a value: the text after NAME=, after a container's --env NAME= or
-# -e NAME=, or after the user of a URL; and keys of Hugging Face, OpenAI, GitHub, AWS
-# and W&B.
+# Secrets within a value: a text that follows NAME=, a container's --env NAME= or
+# -e NAME=, or the user of a URL. Keys of Hugging Face, OpenAI, GitHub, AWS and W&B are
+# secrets anywhere.
 _SECRET_PART = re.compile(
     rf"(?P<name>\w*({_SECRET.pattern})\w*=|(--env|-e)[ =]\w+=)\S+"
     r"|(?P<user>://[^/\s:@]*:)[^\s@/]+(?=@)"

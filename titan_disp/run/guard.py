@@ -1,19 +1,19 @@
 """This module skips steps whose loss or gradients are not finite, on all ranks alike.
 Once per step, it also shares flags that single ranks raise.
 
-TorchTitan 0.2.2 continues after a NaN. Ranks cannot check their own gradients only:
-after clipping by an infinite norm, one rank holds NaN while the others hold zeros. The
+TorchTitan 0.2.2 continues after a NaN. It is not enough that a rank checks its own
+gradients: after clipping by an infinite norm, one rank holds NaN, and others zeros. The
 verdict is therefore all-reduced, in one small message that also carries flags: whether
 a rank was asked to stop, and whether its save has failed.
 
 The host does not wait for this message. The fused optimizer takes the verdict on the
 device: its kernels change nothing if the verdict is 1. The host gets a copy, and reads
-the copy in the next step. By then, the copy has arrived, because TorchTitan waits for
-the device to sum the valid tokens of all ranks. On a single device, TorchTitan does not
-wait; the copy arrives while the next step's kernels are queued. Code that saves, logs
-or ends the run calls ``settle`` to read the copy at once. Optimizers that are not
+the copy in the next step. By then, the copy has arrived, because TorchTitan waits until
+the device has summed the valid tokens of all ranks. On a single device, TorchTitan does
+not wait; the copy arrives while the next step's kernels are queued. Code that saves,
+logs or ends the run calls ``settle`` to read the copy at once. Optimizers that are not
 fused, or whose parameters are offloaded to the CPU, cannot take the verdict on the
-device: before they step, the host waits for the message.
+device. Before such optimizers step, the host waits for the message.
 """
 
 from collections import defaultdict
@@ -43,7 +43,7 @@ ADVICE_ZERO = (
 
 
 def _end(message: str) -> None:
-    """Raise NonFiniteError. Under TorchTitan's own trainer, ``at_limit`` is this."""
+    """Raise NonFiniteError: ``at_limit`` under TorchTitan's own trainer."""
     raise NonFiniteError(message)
 
 
@@ -94,7 +94,8 @@ class GuardedOptimizers(OptimizersContainer):
         # Called after a skipped step. The argument says whether the next step has
         # computed its gradients already.
         self.on_skip: Callable[[bool], None] = lambda late: None
-        # Called instead, with the reason, if ``max_skipped_steps`` in a row are skipped.
+        # Called instead of ``on_skip``, with the reason, if ``max_skipped_steps`` steps
+        # in a row are skipped.
         self.at_limit: Callable[[str], None] = _end
         # the newest step's message, copied to the CPU, and the event of its arrival
         # (None: it has arrived)
@@ -109,10 +110,12 @@ class GuardedOptimizers(OptimizersContainer):
     @torch.no_grad()
     def _message(self) -> Tensor:
         """Return this rank's message: [4 + number of flags] float32 on the device, each
-        0 or 1. The first is 1 if a gradient is not 0; the next three if the gradient
-        norm, the cross-entropy or the dispersion is not finite; the rest are the flags.
+        0 or 1. The first number is 1 if a gradient is not 0. The second, third and
+        fourth are 1 if, in this order, the gradient norm, the cross-entropy and the
+        dispersion are not finite. The rest are the flags.
 
-        ``settle`` reads the maximum over the ranks. This does not wait for the device.
+        ``settle`` reads the maximum over the ranks. This method does not wait for the
+        device.
         """
         gradients = []
         for parameter in self._parameters:
@@ -140,7 +143,8 @@ class GuardedOptimizers(OptimizersContainer):
         return torch.cat([of_norm, terms, answers])
 
     def settle(self, late: bool = False) -> None:
-        """Read the message of the newest step and count the step, unless this was done.
+        """Read the message of the newest step and count the step, if this is not done
+        yet.
 
         If the step was skipped, this calls ``on_skip(late)`` or ``at_limit`` on all
         ranks, and raises what they raise.
@@ -208,9 +212,10 @@ class GuardedOptimizers(OptimizersContainer):
         if not self.flags and not self._warned:
             self._warned = True
             logger.warning(
-                "this is TorchTitan's own trainer, which does not stop all ranks on a "
+                "this is TorchTitan's own trainer. It does not stop all ranks on a "
                 "signal, ignores budget.stop_at_tokens, does not fall back from damaged "
-                "checkpoints and counts unfinished ones: use titan_disp.train for these"
+                "checkpoints, and counts unfinished checkpoints. titan_disp.train has "
+                "none of these limits"
             )
         self.settle(late=True)
         message = self._message()

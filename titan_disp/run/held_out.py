@@ -24,7 +24,7 @@ from titan_disp.run import dry
 
 def build_monitor(trainer: Trainer) -> Monitor | None:
     """Return the monitor of the trainer's model. Return None if condensation.interval is
-    0, in a dry run, and, with a warning, if there is no held-out text.
+    0, in a dry run, and if there is no held-out text (with a warning).
 
     A collective call. Raises ConfigError if the text is too short.
     """
@@ -73,8 +73,8 @@ def measure(trainer: Trainer, monitor: Monitor) -> Measurement:
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # as a backward pass would: if the head stayed gathered, a save would not
-            # find the parameters of the optimizer
+            # As a backward pass does. If the head stayed gathered, a save would not
+            # find the parameters of the optimizer.
             module.reshard()
     return measurement
 

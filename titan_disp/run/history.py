@@ -19,8 +19,8 @@ WHILE_LOADING = ("checkpoint_damaged", "streams_restarted")
 def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the step at which a run went back to earlier weights, or None.
 
-    A step back counts only if the run has saved a checkpoint since then: a start that
-    was killed before that has not gone back.
+    A step back counts only if the run has saved a checkpoint since then, because a
+    start that was killed before such a save has not gone back.
     """
     step = None
     for event in events:
@@ -34,8 +34,8 @@ def step_back(events: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def trained_nothing(event: Mapping[str, Any]) -> bool:
-    """Return whether an event ended a start before its first step, refused or stopped.
-    Such an event says nothing about the state of the run.
+    """Return whether an event ended a start before its first step, because the start
+    was refused or stopped. Such an event says nothing about the state of the run.
     """
     return event["event"] in ("refused", "stop") and "allocated" in event
 
@@ -110,7 +110,7 @@ def _time(seconds: float) -> timedelta:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Hold the seconds that one or several starts spent, by what they spent them on."""
+    """Hold the seconds that one or several starts spent, by activity."""
 
     kept: float = 0.0  # steps that no later start repeated
     repeated: float = 0.0  # steps that a later start repeated
@@ -184,8 +184,8 @@ def _of(attempt: Attempt, before: Attempt | None, kept_until: int) -> Goodput:
     goodput = Goodput(
         kept=kept,
         repeated=last["steps"] - kept,
-        # If the allocation also had the previous start, it began before that start's
-        # end.
+        # If the previous start ran in the same allocation, the allocation began before
+        # that start's end.
         start_up=max(0.0, last.get("start_up", 0.0) - (began - attempt.allocated)),
         **{
             activity: last.get(activity, 0.0)

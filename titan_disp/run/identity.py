@@ -2,8 +2,8 @@
 model, and the dispersion loss.
 
 A resume with another identity is refused; checkpoint.allow_other_loss permits another
-loss. A comparison of tensor shapes is not enough: a model with fewer blocks, or with
-another number of heads of the same total size, loads without an error.
+loss. A comparison of tensor shapes is not enough, because a model with fewer blocks, or
+with another number of heads of the same total size, loads without an error.
 """
 
 import json
@@ -31,7 +31,7 @@ from titan_disp.run.integrity import has_hashes
 from titan_disp.run.storage import may_pass, one_line
 from titan_disp.tables import changes
 
-# compared only if [budget] is used: it counts tokens as steps of the same size
+# compared only if [budget] is used, which counts tokens as steps of the same size
 STEP = "tokens of a step"
 RUN = "id of the run"  # from RUN/run_id. Checkpoints of earlier versions have none.
 NAME = "identity"  # the name of the identity among the states of a checkpoint
@@ -61,8 +61,8 @@ def of_loss(section: Dispersion) -> dict[str, Any]:
 
 
 def to_state(content: dict[str, Any]) -> dict[str, str]:
-    """Return an identity as a state that checkpoints save. ``read_identity`` reads it
-    before a load, and the load itself leaves it out.
+    """Return an identity as a state that checkpoints save. ``read_identity`` reads the
+    identity before a load, and the load itself leaves it out.
     """
     return {"json": json.dumps(content)}
 
@@ -70,8 +70,8 @@ def to_state(content: dict[str, Any]) -> dict[str, str]:
 def read_identity(checkpoint: str) -> dict[str, Any]:
     """Return a checkpoint's identity, or {} if TorchTitan's own trainer saved it.
 
-    If it cannot be read, raises UnreadableError if the reason may pass, else
-    CheckpointError.
+    If the identity cannot be read, this raises UnreadableError if the reason may pass,
+    else CheckpointError.
     """
     try:
         if f"{NAME}.json" not in safe_dcp.read_metadata(checkpoint).state_dict_metadata:
@@ -90,7 +90,7 @@ def read_identity(checkpoint: str) -> dict[str, Any]:
 
 
 def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return a sentence for each key of both identities whose values differ."""
+    """Return a sentence for each key with different values in the two identities."""
     shared = saved.keys() & current.keys()
     return [
         f"{key} is {former!r} in the checkpoint and {current!r} in the config"
@@ -104,9 +104,9 @@ def check_resume(trainer: Any, step: int) -> None:
     ``trainer``, a ``titan_disp.train.DispTrainer``, before DCP loads any tensor. A
     collective call.
 
-    Raises on all ranks RefusedError if one of the three differs, and CheckpointError if
-    the checkpoint cannot be read. If only the data differs and stream.on_mismatch is
-    "restart", the data streams begin a new epoch instead.
+    Raises, on all ranks, RefusedError if model, loss or data differs, and
+    CheckpointError if the checkpoint cannot be read. If only the data differs and
+    stream.on_mismatch is "restart", the data streams begin a new epoch instead.
     """
     job = trainer.job_config
     folder = trainer.checkpointer._create_checkpoint_id(step)
@@ -166,7 +166,7 @@ def check_identity(
     """Raise RefusedError if the identity of a run differs from that of its checkpoint.
 
     With ``other_loss``, the loss may differ. If the checkpoint lacks a key, an earlier
-    version without this key saved it, and trained as the key's default does.
+    version without this key saved the checkpoint. It trained as with the key's default.
     """
     if saved:
         defaults = {key: f.default for key, f in all_keys().items()}

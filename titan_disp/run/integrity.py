@@ -1,5 +1,5 @@
-"""This module saves DCP checkpoints with hashes, finds out which are complete or
-damaged, and deletes unfinished ones.
+"""This module saves DCP checkpoints with hashes, finds out which checkpoints are
+complete or damaged, and deletes unfinished ones.
 
 DCP alone would not notice a flipped bit in a weight. Each rank hashes its files while
 it writes them, and sends the hashes to the coordinator among the results of its writes.
@@ -109,7 +109,7 @@ class HashingWriter(_FileSystemWriter):
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Mark the folder as one of a save under way.
+        """Mark the folder as that of a running save.
 
         DCP calls this on the coordinator only, before any rank writes.
         """
@@ -175,9 +175,9 @@ def problem(folder: str | Path) -> str | None:
     """Return what is wrong with a DCP checkpoint, or None.
 
     No weights are read, but the lengths of all files are compared. If there is a
-    hashes.json, it must have the hash of ``.metadata`` and of every needed file, and
-    name only existing files. Raises OSError if a file that exists cannot be read, which
-    does not prove damage.
+    hashes.json, it must have the hash of ``.metadata`` and of every needed file, and it
+    must name only existing files. Raises OSError if a file that exists cannot be read,
+    which does not prove damage.
     """
     folder = Path(folder)
     try:
@@ -304,8 +304,8 @@ def is_complete(folder: str | Path, hugging_face: bool = True) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a regular file. Raises OSError if the file system fails;
-    from Python 3.14 on, ``Path.is_file`` would return False instead.
+    """Return whether a path is a regular file. Raises OSError if the file system fails.
+    (From Python 3.14 on, ``Path.is_file`` would return False instead.)
     """
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
@@ -358,9 +358,9 @@ def clean_up(folder: Path) -> None:
 
 
 def can_be_finished(path: Path) -> bool:
-    """Return whether the save of a folder step-N was killed between its last two actions:
-    to write hashes.json, and to rename ``.metadata.tmp`` to ``.metadata``. Raises
-    OSError if the file system fails.
+    """Return whether the save of a folder step-N was killed between its last two
+    actions, which are to write hashes.json and to rename ``.metadata.tmp`` to
+    ``.metadata``. Raises OSError if the file system fails.
     """
     with suppress(FileNotFoundError, IsADirectoryError, ValueError):
         hashes = read_hashes(path) or {}
@@ -372,7 +372,7 @@ def can_be_finished(path: Path) -> bool:
 def finish_saves(folder: Path) -> None:
     """Finish the saves that ``can_be_finished``.
 
-    Like all checkpoints, they are verified before they are loaded.
+    Like all checkpoints, these are verified before they are loaded.
     """
     paths = [folder / f"step-{step}" for step in steps_of(folder, "step")]
     for path in filter(can_be_finished, paths):
@@ -389,7 +389,7 @@ def is_unfinished(path: Path) -> bool:
     titan-disp that did not end.
 
     Any other folder without ``.metadata`` may be a checkpoint whose ``.metadata`` was
-    moved away, or a save of TorchTitan's own trainer: only the user can tell.
+    moved away, or a save of TorchTitan's own trainer. Only the user can tell.
     """
     names = set(os.listdir(path))
     if _UNNAMED in names and not can_be_finished(path):

@@ -96,8 +96,7 @@ class Heartbeat:
     silent if it hangs, and also if the thread hangs.
 
     A stall in which no rank waits for another, as when a file system hangs, has no
-    time-out.
-    slurm/supervise.py therefore ends a run that is silent for longer than
+    time-out. slurm/supervise.py therefore ends a run that is silent for longer than
     RUN/heartbeat.json allows. At that moment, the faulthandler writes the stack traces
     of every rank's threads into the rank's log, to show which rank hangs.
     """
@@ -129,8 +128,8 @@ class Heartbeat:
             if stepped
             else self.comm.init_timeout_seconds
         )
-        # Twice, because another rank may run into its time-out before the time of this
-        # rank begins.
+        # Twice the time-out, because another rank may run into its time-out before the
+        # time-out of this rank begins.
         return 2 * max(timeout, self.slowest) + self.guard.silence_seconds
 
     def step(self, step: int) -> None:
@@ -183,8 +182,8 @@ class Heartbeat:
             content = {**content, "waits_for": self.waits_for}
         if content == self._written:
             return
-        # A full disk must not end the thread. The next call tries again; if all fail,
-        # the supervisor will notice the silence.
+        # A full disk must not end the thread. The next call tries again. If all calls
+        # fail, the supervisor will notice the silence.
         with suppress(OSError):
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(content))
@@ -225,8 +224,8 @@ class Stragglers:
     forward, a rank waits for the slowest rank. The rest of a step's wall time is the
     rank's *own* time. The measurement does not wait for the GPU.
 
-    This finds slow hosts, but no slow GPU (docs/resilience.md), and no difference
-    between ranks of one tensor- or context-parallel group.
+    This class finds slow hosts. It finds neither a slow GPU (docs/resilience.md), nor a
+    difference between ranks of one tensor- or context-parallel group.
     """
 
     def __init__(self) -> None:
@@ -279,8 +278,8 @@ class Stragglers:
 
 
 def process_began() -> float:
-    """Return when this process started, in seconds since the epoch; outside of Linux,
-    the present time.
+    """Return when this process started, in seconds since the epoch. Outside of Linux,
+    return the present time.
     """
     with suppress(OSError, ValueError, StopIteration, IndexError):
         ticks = int(process_fields("self")[19])
@@ -294,8 +293,8 @@ def process_began() -> float:
 
 
 def allocation_began(environment: Mapping[str, str] = os.environ) -> float:
-    """Return when SLURM started or requeued the job, or without SLURM, when this
-    process started (s since the epoch).
+    """Return when SLURM started or requeued the job, in seconds since the epoch.
+    Without SLURM, return when this process started.
     """
     with suppress(KeyError, ValueError):
         return min(time.time(), float(environment["SLURM_JOB_START_TIME"]))
@@ -306,9 +305,9 @@ class Clock:
     """Count the seconds since the allocation began, by activity, for ``spent`` in
     metrics.jsonl and events.jsonl.
 
-    The first step, most of which is compilation, counts as start-up, and so does the
-    time before it outside of ``during``. After the first step, such time is not
-    counted. Setting the machine's clock has no effect.
+    The first step, most of which is compilation, counts as start-up. Time outside of
+    ``during`` counts as start-up before the first step, and is not counted after it.
+    Setting the machine's clock has no effect.
     """
 
     def __init__(self, began: float) -> None:
@@ -478,8 +477,8 @@ class StopRequest:
         return self.reason is not None
 
     def signalled(self) -> bool:
-        """Return whether the request was a signal, to this process or passed on by a
-        job's stop file. If so, the job may continue the run.
+        """Return whether the request was a signal: to this process, or to a job, whose
+        stop file passes the signal on. If so, the job may continue the run.
         """
         return self._signalled
 

@@ -1,12 +1,12 @@
 """The lock of a run's folder is a file that only one start can create. The start deletes
 it at its end. docs/run_folder.md lists the fields of the file.
 
-The operating system's file locks are not used: some network file systems have none,
-others apply them within one node only, and a forked process would keep holding one.
+The operating system's file locks are not used. Some network file systems have none,
+others apply locks within one node only, and a forked process would keep holding a lock.
 
 A killed start leaves its lock behind. Another start takes the lock over
 
-- if the process that held it is dead, where both run on the same machine;
+- if both starts run on the same machine, and the process that held the lock is dead;
 - else if its holder was an earlier start of the same SLURM job, which SLURM has ended;
 - else if nobody renews the lock while it is watched.
 """
@@ -100,8 +100,8 @@ def holder_of(content: bytes) -> dict[str, Any]:
 
 
 def described(holder: dict[str, Any]) -> str:
-    """Return who holds a lock, for a message, from which slurm/supervise.py reads the
-    job.
+    """Return who holds a lock, for a message. slurm/supervise.py reads the job from
+    this text.
     """
     return (
         f"host {holder.get('host')}, pid {holder.get('pid')}, "
@@ -182,7 +182,7 @@ def _take_away(path: Path, content: bytes) -> None:
     """Delete an abandoned lock that has this content.
 
     If several starts do so at once, a slow start may move away the new lock of a faster
-    one. It then puts this lock back.
+    start. The slow start then puts that lock back.
     """
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):  # a faster start has deleted it
@@ -230,7 +230,7 @@ class Lock:
 
     def _create(self) -> bool:
         """Create the lock, and return whether this start holds it. If the file exists,
-        an earlier try of this start may have created it although it got an error.
+        an earlier try of this start may have created it, although the try got an error.
         """
         try:
             file = open(self.path, "x")  # noqa: SIM115

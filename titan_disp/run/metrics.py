@@ -49,9 +49,9 @@ NOTED_WAITING = 0.03
 
 
 def _notes(data: Mapping[Metric, float]) -> Iterator[str]:
-    """Yield the console's notes about the data: the largest number of epochs that any
-    source was read, if more than 1; and the fraction of time spent waiting for data, if
-    at least ``NOTED_WAITING``.
+    """Yield the console's notes about the data. The first is the largest number of
+    epochs that any source was read, if it is more than 1. The second is the fraction of
+    time spent waiting for data, if it is at least ``NOTED_WAITING``.
     """
     epochs = max(
         (value for metric, value in data.items() if metric.name == "epochs_read"),
@@ -158,7 +158,7 @@ class LastMetrics(BaseLogger):
 class DispersionMetrics(MetricsProcessor):
     """Log cross-entropy, dispersion and the exact number of tokens seen.
 
-    They go to the console, to TensorBoard or W&B, and to metrics.jsonl.
+    These numbers go to the console, to TensorBoard or W&B, and to metrics.jsonl.
     """
 
     logger: BaseLogger
@@ -413,9 +413,9 @@ class DispersionMetrics(MetricsProcessor):
     ) -> None:
         """Log a measurement of condensation on rank 0.
 
-        It goes to the console, to TensorBoard or W&B, to metrics.jsonl, and to
-        RUN/condensation/step-N.npz. ``seconds`` is how long the measurement took; the
-        row has these seconds plus the time to write the files.
+        The measurement goes to the console, to TensorBoard or W&B, to metrics.jsonl,
+        and to RUN/condensation/step-N.npz. ``seconds`` is how long the measurement
+        took. The row has these seconds plus the time to write the files.
         """
         began = time.perf_counter()
         if self.rows is None:

@@ -1,5 +1,5 @@
 """While ranks wait for each other, rank 0 finds out which rank all of them wait for, and
-what this rank does. The time-out of a collective operation names neither.
+what that rank does. The time-out of a collective operation does not show this.
 """
 
 import json
@@ -27,7 +27,7 @@ class Peers:
     """Exchange what the ranks do through a store of torch.distributed.
 
     All ranks announce the same things in the same order, so the others wait for the rank
-    that has announced the fewest.
+    that has announced the fewest things.
     """
 
     def __init__(

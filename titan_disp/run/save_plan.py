@@ -4,10 +4,10 @@ replicas.
 A *plan* lists what a rank writes. DCP's own planner lets every rank plan everything
 that it holds, gathers the plans on rank 0, and drops the duplicates there. For
 Qwen3-0.6B on 80 replicas of 8 shards, 560 MB would be gathered in every save. Rank 0
-would be busy with them for half a minute, in which the training steps get little of
-Python's time. Here, each rank works out alone which copies it writes, and plans only
-these. No state is kept from one save to the next, so a failed save has no effect on
-later ones. The files and their metadata are the same as DCP's.
+would be busy with these plans for half a minute, in which the training steps get little
+of Python's time. Here, each rank works out alone which copies it writes, and plans only
+these copies. No state is kept from one save to the next, so a failed save has no effect
+on later saves. The files and their metadata are the same as DCP's.
 """
 
 from dataclasses import dataclass, replace

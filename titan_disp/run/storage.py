@@ -2,8 +2,9 @@
 some seconds, for example because the server of a shared file system restarts
 (docs/run_folder.md has the table).
 
-*Telemetry* (``JsonLines``) never fails: lines that cannot be written wait. Other reads
-and writes are tried again by ``patiently``, and fail when its time is over.
+*Telemetry* (``JsonLines``) never fails, because lines that cannot be written wait.
+Other reads and writes are tried again by ``patiently``, and fail when ``PATIENCE`` is
+over.
 """
 
 import errno
@@ -27,8 +28,8 @@ from titan_disp.retry import chain, retried
 
 T = TypeVar("T")
 
-# Errors of a file system that may pass. A full disk (ENOSPC) is not one of them: it
-# stays full until somebody deletes something.
+# Errors of a file system that may pass. A full disk (ENOSPC) is not one of them,
+# because it stays full until somebody deletes something.
 PASSING = {
     *retry.PASSING,
     errno.EROFS,
@@ -82,9 +83,9 @@ def patiently(action: Callable[..., T], *arguments: Any) -> T:
 def together(action: Callable[..., T], *arguments: Any) -> T:
     """Return what a collective ``action(*arguments)`` returns.
 
-    After an UnreadableError or CheckpointException that ``may_pass``, which all ranks
-    raise, the action is tried again after each of ``PAUSES``; then the error is raised.
-    Other errors are raised at once.
+    All ranks raise an UnreadableError or CheckpointException together. If it
+    ``may_pass``, the action is tried again after each of ``PAUSES``, and then the error
+    is raised. Other errors are raised at once.
     """
     for pause in PAUSES:
         try:

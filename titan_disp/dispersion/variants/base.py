@@ -69,7 +69,7 @@ class Variant(ABC):
     name: ClassVar[str]  # in ``VARIANTS``
     estimators: ClassVar[tuple[str, ...]] = ("exact", "sampled")  # the supported ones
     bf16_products: ClassVar[bool] = True  # whether AMP may round the tokens to bf16
-    linear_in_tokens: ClassVar[bool] = False  # whether the exact form's time is
+    linear_in_tokens: ClassVar[bool] = False  # whether the time of ``exact`` is linear
     of_pairs: ClassVar[bool] = False  # whether it can take only pairs within segments
 
     @abstractmethod
@@ -93,7 +93,7 @@ class CosineVariant(Variant):
     """
 
     of_pairs: ClassVar[bool] = True
-    # If w is the quadratic b c + ½ d c², set this to (b, d): where F < N, the exact form
+    # If w is the quadratic b c + ½ d c², set this to (b, d). Where F < N, the exact form
     # then takes time linear in N.
     quadratic: ClassVar[tuple[float, float] | None] = None
 
@@ -105,7 +105,8 @@ class CosineVariant(Variant):
     def pair(self) -> PairFunction:
         """The pair function, which returns w and r = dw/dc.
 
-        It should be the same object for equal options, so that compiled code is reused.
+        For equal options, it should be the same object, so that compiled code is
+        reused.
         """
 
     @cached_property
@@ -114,7 +115,7 @@ class CosineVariant(Variant):
         return self.pair
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except ``_pair``: local functions cannot be pickled."""
+        """Return all attributes but ``_pair``, as local functions cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_pair"}
 
     def units(self, z: Tensor) -> Units:
@@ -204,8 +205,8 @@ class MomentsVariant(Variant):
     """The loss is plain autograd code, and a function of s = Σ u_i [B, F], M = Σ u_i u_iᵀ
     [B, F, F] and the number of tokens.
 
-    It takes time linear in the tokens, and memory for F² numbers per sequence. A rank
-    needs only its own tokens:
+    The loss takes time linear in the tokens, and memory for F² numbers per sequence. A
+    rank needs only its own tokens:
 
         ∂L/∂u_i = ∂L/∂s + (∂L/∂M + (∂L/∂M)ᵀ) u_i
     """
@@ -268,8 +269,8 @@ class Context:
 class AutogradVariant(Variant):
     """The loss is plain autograd code over all tokens of a sequence.
 
-    This is slower than the other types: products are in float32, and every rank of a
-    sharded sequence computes the whole loss.
+    Such a loss is slower than the other types, because products are in float32, and
+    every rank of a sharded sequence computes the whole loss.
     """
 
     bf16_products: ClassVar[bool] = False

@@ -122,8 +122,8 @@ class PairExponents:
         self.tau = tau
         self.shard = self.centred(z, marks)
         self.maximum = z.new_full((batch,), limits.min)
-        # Tokens may have no pair. The total is not 0, whose log is infinite, and is large
-        # enough that 4/(τ·total) is finite.
+        # The total of tokens without any pair. It is not 0, because log 0 is infinite.
+        # It is so large that 4/(τ·total) is finite.
         self.total = z.new_full((batch,), limits.tiny**0.5)
         self.weights = z.new_zeros(*z.shape[:2], 1)
         self.vectors = torch.zeros_like(z)
