@@ -166,8 +166,8 @@ def _overrides(value: Any, where: str) -> tuple[str, ...]:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("--") and key in OURS:
             raise ConfigError(
-                f"{where} has {word!r}, which the sweep sets itself: sweep.config and "
-                "sweep.folder"
+                f"{where} has {word!r}, which the sweep sets itself, from sweep.config "
+                "and sweep.folder"
             )
     return tuple(value)
 
