@@ -50,9 +50,9 @@ def read_texts(
         text: file of documents (with a suffix of training data), or of plain UTF-8
             text. Plain text is cut at line ends into pieces of about 8192 characters. A
             folder is read as ``dataset``.
-        dataset: folder, file or glob of documents, or data set of the hub (hf:…). Of a
-            folder, the files for ``text_validation`` are read, or for ``c4_validation``
-            in a copy of C4.
+        dataset: folder, file or glob of documents, or data set of the hub (hf:…). In a
+            folder, only the files of ``text_validation`` are read, or those of
+            ``c4_validation`` in a copy of C4.
         seed: seed for the order of files and documents. Files are read in this order up
             to about 64 M characters.
         in_order: whether the documents of a file keep their order. Then each document
@@ -193,8 +193,8 @@ def cut_sequences(
     """Return token ids of texts, joined by blank lines and cut into sequences, [count,
     length] int64.
 
-    A short text gives fewer sequences, or a single shorter sequence if it does not fill
-    one. Raises ConfigError if the text has fewer than two tokens.
+    A short text gives fewer sequences, or a single shorter sequence if the text does
+    not fill one sequence. Raises ConfigError if the text has fewer than two tokens.
     """
     ids: list[int] = []
     for text in texts:
@@ -240,7 +240,7 @@ def _from(
     texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int
 ) -> list[int]:
     """Return ``length`` token ids of the texts from index ``start`` on, or from an
-    earlier one if the texts end before.
+    earlier index if the texts end too soon.
     """
     characters = MARGIN * length
     while True:
