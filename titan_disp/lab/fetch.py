@@ -71,7 +71,7 @@ class Listing:
     def of_shards(self, shards: list[range] | None) -> list[HubFile]:
         """Return the files whose numbers are in ``shards``; None stands for all files.
 
-        Raises ConfigError if there is none.
+        Raises ConfigError if there is no such file.
         """
         if shards is None:
             return self.files
@@ -155,7 +155,7 @@ def _mirror(folder: Path, files: list[HubFile], workers: int) -> list[str]:
 
 
 def _mirror_file(folder: Path, file: HubFile) -> str | None:
-    """Download a file, and return what is still wrong with it after ``DOWNLOADS``
+    """Download a file, and return what is still wrong with the file after ``DOWNLOADS``
     attempts, or None.
 
     A sound copy is kept. A damaged copy is replaced.
@@ -174,7 +174,7 @@ def _mirror_file(folder: Path, file: HubFile) -> str | None:
                 local_dir=folder,
                 force_download=path.exists(),  # the existing file is damaged
             )
-        # huggingface_hub, httpx and the system each raise their own types
+        # huggingface_hub, httpx and the system raise errors of many types
         except Exception as error:
             cause = f" ({first_line(error)})"
     if problem := _problem(file, path):

@@ -1,9 +1,9 @@
 """``titan-disp selftest`` checks the results of the loss on a machine, and measures its
 cost: on a CPU, on one GPU, or under torchrun.
 
-Each section yields rows of a page. Each rank checks its device, then all ranks check
-sequences that are sharded over them, and rank 0 alone trains and measures. If a section
-raises an error, it has a row that failed, and the other sections still run.
+Each section yields rows of a page. Each rank checks its device. Then all ranks check
+sequences that are sharded over all ranks, and rank 0 alone trains and measures. If a
+section raises an error, it has a row that failed, and the other sections still run.
 """
 
 import json
@@ -56,7 +56,7 @@ TOLERANCES = {
     "float32": {"loss": 1e-4, "gradient": 1e-4},
     "bfloat16": {"loss": 1e-4, "gradient": 8e-3},
 }
-# with κ = 0.25, where the errors of the fit are at most 0.4 %
+# Largest relative errors of *moments* for κ = 0.25. The fit's errors are at most 0.4 %.
 OF_MOMENTS = {"loss": 1e-3, "gradient": 1e-2}
 TRAINING = """--model.name=qwen3_disp --model.flavor=nano --training.dataset=c4 --training.seq_len=256
     --training.local_batch_size=2 --training.steps=3 --lr_scheduler.warmup_steps=1 --dispersion.enabled
