@@ -1,8 +1,8 @@
 """Heatmaps draw cosine histograms by layer.
 
-They follow arXiv 2602.00217 (Figures 2, 4 and 6). Figures are made without pyplot,
-which keeps all figures in a global. Drawing is therefore safe in threads and while a
-model trains.
+The heatmaps follow arXiv 2602.00217 (Figures 2, 4 and 6). Figures are made without
+pyplot, which keeps all figures in a global. Drawing is therefore safe in threads and
+while a model trains.
 """
 
 from collections.abc import Mapping, Sequence

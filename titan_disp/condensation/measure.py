@@ -5,9 +5,9 @@ tokens (arXiv 2602.00217, §3.1).
 off the hot path, and arccos near 1 loses half the digits.
 
 ``AveragedCosines`` is for the paper's heatmaps, in which a layer's N×N cosines are
-averaged over the sequences before they are counted. Averaging narrows the histogram,
-because differences between sequences cancel out. The mean over all pairs stays the
-same.
+averaged over the sequences before the cosines are counted. Averaging narrows the
+histogram, because differences between sequences cancel out. The mean over all pairs
+stays the same.
 
 ``Monitor`` measures condensation and cross-entropy on held-out text while a model
 trains. Measuring takes no gradients, draws no random numbers, and has its own data. The
@@ -31,9 +31,9 @@ from torch.nn.functional import cross_entropy, normalize, pad
 
 from titan_disp.condensation.record import BINS, Isotropy, Measurement
 
-_ROWS = 1024  # rows of the N×N matrix at a time
-# Numbers before the histogram in a row of statistics: mean cosine, mean squared cosine,
-# mean angle and effective rank.
+_ROWS = 1024  # number of rows of the N×N matrix that are computed at a time
+# The count of numbers before the histogram in a row of statistics: mean cosine, mean
+# squared cosine, mean angle and effective rank.
 _SCALARS = 4
 # The number of tokens whose logits are converted to float32 at a time. With Qwen's
 # vocabulary, the logits take 0.3 GB, and their logarithms another 0.3 GB.
@@ -61,15 +61,15 @@ def _statistics(z: Tensor) -> Tensor:
     """Return the statistics of one sequence [N, F] as a row, [4 + 128] float64.
 
     The row has mean cosine, mean squared cosine, mean angle, effective rank, and the
-    histogram as fractions. Both means of cosines and the histogram are over all N²
-    pairs, including each token with itself, as in the paper (mean) and in the authors'
-    released code (histogram). The mean angle arccos(c)/π is over the N(N−1) pairs of
-    different tokens. An all-zero token has cosine 0 with every other token. If a number
-    of z is not finite, all statistics are NaN.
+    histogram as fractions. The means of the cosines and of their squares, and the
+    histogram, are over all N² pairs, including each token with itself, as in the paper
+    (mean) and in the authors' released code (histogram). The mean angle arccos(c)/π is
+    over the N(N−1) pairs of different tokens. An all-zero token has cosine 0 with every
+    other token. If a number of z is not finite, all statistics are NaN.
     """
     u = _unit(z)
     n, features = u.shape
-    # bincount and eigvalsh would raise, and end a run that the guard may still save
+    # bincount and eigvalsh would raise errors, and end a run that the guard may save
     if not u.isfinite().all():
         return u.new_full((_SCALARS + BINS,), math.nan)
     histogram = u.new_zeros(BINS)
@@ -339,7 +339,7 @@ class Monitor:
         places_per_forward = mesh.dp_degree * batch_size
         places = places_per_forward * math.ceil(count / places_per_forward)
         place = torch.arange(mesh.dp_rank, places, mesh.dp_degree).view(-1, batch_size)
-        # Copy c measures layers c, c + copies, …; an incomplete copy measures none.
+        # Copy c measures layers c, c + copies, … An incomplete copy measures no layer.
         self.copies = places // count
         self.copy = place // count  # [forwards, B]
         sequence = place % count

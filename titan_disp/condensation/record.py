@@ -1,5 +1,5 @@
 """A measurement of condensation: numbers for each layer, their correlation with depth,
-and a table of how they change over training.
+and a table of how these numbers change over training.
 """
 
 import math
@@ -42,7 +42,7 @@ class DepthCorrelation:
     As in the paper, ρ and τ depend only on the order of the layers' mean cosines:
     differences of 0.002, as at initialization, count as much as differences of 0.5. The
     range tells these cases apart. ρ and τ are NaN if all mean cosines are equal, or if
-    one is not finite.
+    a mean cosine is not finite.
     """
 
     spearman: float  # ρ
@@ -106,8 +106,8 @@ class Measurement:
         std_cosine: [layers] standard deviation of the cosines, over the pairs of all
             sequences.
         mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens: ½ for
-            directions spread uniformly over the sphere, 0 for one common direction. It
-            is D of ``dispersion.formula`` without the clamp and without ε.
+            directions spread uniformly over the sphere, 0 for one common direction. The
+            angle is D of ``dispersion.formula`` without the clamp and without ε.
         effective_rank: [layers] exp of the entropy of the normalized singular values of
             the N unit vectors (Roy & Vetterli 2007): from 1 to min(N, F).
         histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in
@@ -268,7 +268,9 @@ class Measurement:
 
     @classmethod
     def load(cls, path: Path) -> "Measurement":
-        """Return what ``save`` wrote. Raises ConfigError if the file cannot be read."""
+        """Return the measurement that ``save`` wrote. Raises ConfigError if the file
+        cannot be read.
+        """
         try:
             check_regular(path)
             _check_size(path)
@@ -312,7 +314,7 @@ def _check_size(path: Path) -> None:
 def load_steps(
     folder: str | Path, problems: list[str] | None = None
 ) -> dict[int, Measurement]:
-    """Return what a run measured while it trained, by ascending step.
+    """Return the measurements that a run made while it trained, by ascending step.
 
     ``folder`` is RUN/condensation, with files step-N.npz. The result is empty if the
     folder is missing or empty. Raises ConfigError if a file cannot be read, or has
@@ -346,7 +348,7 @@ def load_steps(
 def over_depth(place: str, rank: str) -> Callable[[Measurement], float]:
     """Return a function that returns ρ or τ of a measurement.
 
-    ``place`` is a key of ``PLACES``, and ``rank`` one of ``RANKS``.
+    ``place`` is a key of ``PLACES``, and ``rank`` is a key of ``RANKS``.
     """
     return lambda measurement: getattr(measurement.over_depth[place], rank)
 
