@@ -30,7 +30,7 @@ class DataCheck:
         separator: the token that ends documents, or "none".
         ledger: how many bytes of each file are used, skipped or left out, and why.
         readings: how ranks read each source.
-        resume: for each source, what a resume in the middle of an epoch reads again.
+        resume: by source, how much a resume in the middle of an epoch reads again.
         copies: pairs of files with the same content.
         warnings: warnings of a start about the tokenizer and the readings.
         refused: the reason why a start would refuse the data, or "".

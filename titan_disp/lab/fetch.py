@@ -2,11 +2,12 @@
 some of its files.
 
 Each file is downloaded by ``hf_hub_download`` and then checked. ``snapshot_download``
-of huggingface_hub 1.31 to 2.4 has three problems. It keeps any file that an earlier
-call wrote at the same commit, even if the file is truncated or damaged. It stops all
-downloads if one fails. It compares every path of the repository with every pattern,
-which takes minutes for 25,000 files. ``verify_repo_checksums`` is slow, too: it hashes
-all files in the folder one after another, including those of other splits.
+of huggingface_hub 1.31 to 2.4 keeps any file that an earlier call wrote at the same
+commit, even if the file is truncated or damaged. ``snapshot_download`` also stops all
+downloads if one download fails, and compares every path of the repository with every
+pattern, which takes minutes for 25,000 files. ``verify_repo_checksums`` is slow,
+because it hashes all files in the folder one after another, including files of other
+splits.
 """
 
 import json
@@ -198,8 +199,8 @@ def _problem(file: HubFile, path: Path) -> str | None:
 
 
 def _write_record(folder: Path, listing: Listing, files: list[HubFile]) -> None:
-    """Write the record of a split: these files, and those that earlier commands fetched
-    with other ``shards``.
+    """Write the record of a split: ``files``, and the files that earlier commands
+    fetched with other ``shards``.
     """
     path = record_path(folder, listing.name)
     recorded: set[tuple[str, int]] = set()

@@ -103,7 +103,9 @@ def styles() -> Iterator[dict[str, Any]]:
 
 
 def _legend_columns(names: Iterable[str]) -> int:
-    """Return the columns of a legend below a figure: one if a name is long, else two."""
+    """Return the number of columns of a legend below a figure: 1 if a name is long,
+    else 2.
+    """
     if max(map(len, names)) > 36:
         return 1
     return 2

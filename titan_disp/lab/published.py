@@ -28,7 +28,7 @@ Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``
 
 def beside(ours: Ours, source: str) -> Lines:
     """Return the lines of a table: for each published task, our numbers above the
-    published ones.
+    published numbers.
 
     Our numbers without a published counterpart are left out. ``source`` says where our
     numbers come from.

@@ -116,8 +116,9 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
     """Return the two-sided p value of the sign-flip test of n differences.
 
     Returns None if n < 2 or a difference is not finite. The p value is the fraction of
-    all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed sum. For
-    n > ``EXACT``, it is estimated from 2 to the power of ``EXACT`` random patterns.
+    all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed sum. For n
+    above ``EXACT``, the p value is estimated from 2 to the power of ``EXACT`` random
+    patterns.
 
     Under the null hypothesis, each difference is equally likely with the opposite sign.
     No distribution is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach
@@ -208,7 +209,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def with_holm(tests: Sequence[Difference]) -> list[Difference]:
-    """Return the tests with Holm's p values over all of them."""
+    """Return the tests with Holm's p values over all tests."""
     adjusted = holm([test.p_value for test in tests])
     return [replace(test, holm=p) for test, p in zip(tests, adjusted, strict=True)]
 

@@ -48,7 +48,8 @@ class Scores:
     # [documents] float64, whose mean is the score; in a group, values are scaled by the
     # weights of the documents
     values: np.ndarray
-    by_seed: Mapping[Any, float] = field(default_factory=dict)  # if several seeds
+    # scores by seed, if there are several seeds
+    by_seed: Mapping[Any, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndar
     """Return the values of all documents of a group's tasks, [all documents], scaled so
     that their mean is the group's average.
 
-    The standard error of these values is that of the average, with the tasks as strata.
+    The standard error of these values is the average's, with the tasks as strata.
     """
     if weight_by_size:
         return np.concatenate(values)

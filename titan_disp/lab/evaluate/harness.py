@@ -235,7 +235,7 @@ def _metrics(task: Any) -> list[str]:
 def _load(
     manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None
 ) -> list[Any]:
-    """Return what the harness loads for each name: a dictionary of groups and of tasks.
+    """Return the harness's dictionary of groups and tasks for each name.
 
     Raises ConfigError with all failures in one message, so that the user can download
     all missing data at once.
@@ -275,7 +275,8 @@ def _load(
 
 @contextmanager
 def _offline_if_unreachable() -> Iterator[bool]:
-    """Yield whether the Hugging Face hub answers, and stay offline inside if it does not.
+    """Yield whether the Hugging Face hub answers, and stay offline in the context if it
+    does not.
 
     Otherwise, each data set would wait 24 s for an answer.
     """

@@ -241,8 +241,8 @@ class LoadedModel:
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
         """Run the model on [B, N] token ids, and call ``consume`` for each layer.
 
-        The caller turns gradients off. Raises ConfigError if activations are not
-        [B, N, F]. (In XLNet, they are [N, B, F].)
+        The caller turns gradients off. Raises ConfigError unless activations are [B, N,
+        F]. (In XLNet, activations are [N, B, F].)
         """
 
         def take(layer: int, h: Tensor) -> None:

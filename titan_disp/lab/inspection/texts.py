@@ -28,12 +28,12 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.stores import FOLDER, is_hub_name
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 
-MOST = 64 << 20  # characters to read at most, so that large files take no longer
+MOST = 64 << 20  # most characters to read, so that large files take no longer
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
 # If so many documents have no text, the text field probably has another name.
 HOPELESS = 1000
 MARGIN = 8  # characters to read per token; English text has about four
-# characters of plain text that stay together: about four sequences of 512 tokens
+# Pieces of plain text have this many characters: about four sequences of 512 tokens.
 PIECE = 8192
 
 
@@ -111,7 +111,7 @@ def read_texts(
 
 
 def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Yield lists of texts with at least ``size`` characters; the last one may have
+    """Yield lists of texts with at least ``size`` characters; the last list may have
     fewer.
     """
     group: list[str] = []

@@ -299,7 +299,8 @@ def _drawable(
 
 
 def _scores(evaluation: Path | None) -> list[list[str]]:
-    """Return the lines of an evaluation, as ``beside`` returns them; [] without one.
+    """Return the lines of an evaluation, as ``beside`` returns them; [] without an
+    evaluation.
 
     Raises ConfigError if the results cannot be read.
     """

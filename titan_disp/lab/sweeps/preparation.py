@@ -192,7 +192,7 @@ class _Preparation:
         ):
             self.checked.append((point, before))
             return
-        if not (point.folder / EVENTS).exists():  # it has not started, and may change
+        if not (point.folder / EVENTS).exists():  # not started: the config may change
             before = None
         job_config = _load(point)
         resolve_tables(job_config)
@@ -351,9 +351,9 @@ SCRIPT = SCRIPTS / "sweep.sbatch"
 def submit(sweep: Sweep, options: SweepOptions) -> int:
     """Submit the unfinished points as a SLURM array, and return sbatch's exit status.
 
-    Before this, all points are checked, and the plan of the first point is printed. It
-    is safe to submit again while an array waits or runs: the second of two tasks with
-    the same point ends at once.
+    First, all points are checked, and the plan of the first point is printed. It is
+    safe to submit again while an array waits or runs: the second of two tasks with the
+    same point ends at once.
     """
     prepared = prepare(
         sweep,

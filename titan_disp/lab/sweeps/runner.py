@@ -62,8 +62,7 @@ class Result:
 def run(
     sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train"
 ) -> list[Result]:
-    """Train all unfinished points, and return one result per point, in the sweep's
-    order.
+    """Train all unfinished points, and return a result per point, in the sweep's order.
 
     ``jobs`` points run at a time, each as ``module`` on ``nproc`` ranks. Progress and
     the remaining time are printed. SIGINT, SIGTERM or SIGHUP stops the sweep: the
@@ -165,7 +164,7 @@ class _Runner:
             _kill(training)
 
     def heard(self, number: int, frame: object) -> None:
-        """Count a signal; ``run`` acts on it."""
+        """Count a signal, on which ``run`` acts."""
         self.signals += 1
 
     def run(self) -> dict[str, Result]:
