@@ -326,7 +326,7 @@ def explanation(comparison: ModelComparison) -> list[str]:
         "Differences are means ± standard errors over the same documents, with p "
         "values of a paired t-test. Holm\nis p adjusted for the number of tasks. The "
         "mean has two standard errors: over the documents of these tasks,\nand over "
-        "tasks. Neither error includes differences between training seeds."
+        "tasks. Neither error includes the effect of another training seed."
     )
     if any(count > 1 for count in comparison.seeds.values()):
         text += (
