@@ -286,7 +286,7 @@ class TestOnDisk:
         assert found[0].startswith("172 documents, ")
         assert found[1:4] == [
             "2 of them (1.16%) have no text, or cannot be used",
-            "50 of them (29.07%) repeat an earlier one exactly",
+            "50 of them (29.07%) repeat an earlier document exactly",
             "1 of 3 held-out documents are in the training data, too",
         ]
         assert "2.jsonl is damaged: 4,096 bytes of zeros" in found[4]

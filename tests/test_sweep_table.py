@@ -147,7 +147,7 @@ def test_final_metrics(tmp_path):
     for wrong in ("mean_cosine.middle", "accuracy"):
         with pytest.raises(
             ConfigError,
-            match=f"is '{wrong}' .*expected validation, .*the parts are blocks",
+            match=f"is '{wrong}' .*expected validation, .*Parts of the model are blocks",
         ):
             final_metric(run, wrong)
     # A measurement before the last row is not from the end. NaN counts as no number.

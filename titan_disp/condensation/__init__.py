@@ -1,4 +1,4 @@
 """This package measures and draws how condensed embeddings are.
 
-It does not import TorchTitan.
+The package does not import TorchTitan.
 """

@@ -1,7 +1,8 @@
 """Heatmaps draw cosine histograms by layer.
 
-They follow arXiv 2602.00217 (Figures 2, 4 and 6). Figures are made without pyplot,
-which keeps all of them in a global: they are safe in threads and while a model trains.
+The heatmaps follow arXiv 2602.00217 (Figures 2, 4 and 6). Figures are made without
+pyplot, which keeps all figures in a global. Drawing is therefore safe in threads and
+while a model trains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,8 @@ LEAST_FRACTION = 1e-3
 def plain(name: str) -> str:
     """Return a name in the form that matplotlib shows unchanged.
 
-    Without it, $…$ would be mathematics, and a legend would omit names that begin
-    with _.
+    Otherwise, matplotlib would show $…$ as mathematics, and a legend would omit names
+    that begin with _.
     """
     escaped = name.replace("$", r"\$")
     if escaped.startswith("_"):
@@ -68,7 +69,8 @@ def of_random_vectors(tokens: int, features: int) -> np.ndarray:
 
     a = (features - 1) / 2
     below = stats.beta.cdf((EDGES + 1) / 2, a, a) * (1 - 1 / tokens)
-    # The pairs of a vector with itself, 1/N of all, have cosine 1: the last bin.
+    # 1/N of all pairs are pairs of a vector with itself. Their cosine is 1, in the last
+    # bin.
     below[-1] = 1
     return np.diff(below)
 
@@ -76,14 +78,14 @@ def of_random_vectors(tokens: int, features: int) -> np.ndarray:
 def heatmaps(
     rows: Sequence[Mapping[str, Measurement]], title: str = "", dashed: str = "step 0"
 ) -> Figure:
-    """Return a figure with a grid of heatmaps, and one scale of colours for all.
+    """Return a figure with a grid of heatmaps, which share one scale of colours.
 
-    ``rows`` map the titles of a row's heatmaps to their measurements. Each layer is a
-    column of 128 bins of the cosine, and the line is the mean. The scale is logarithmic
-    from 10⁻³ to 1, so that layers whose pairs fill a single bin are as readable as
-    layers whose pairs fill a hundred. For comparison, there are a column of random
-    vectors, if F is known, and a ``dashed`` line of the means before training, or of
-    the published model that the run continues.
+    Each of ``rows`` maps titles of heatmaps to measurements. Each layer is a column of
+    128 bins of the cosine, and the line is the mean. The scale is logarithmic from 10⁻³
+    to 1, so that layers whose pairs fill a single bin are as readable as layers whose
+    pairs fill a hundred bins. If F is known, a column of random vectors is added. A
+    dashed line, which ``dashed`` describes, has the means before training, or of the
+    published model that the run continues.
     """
     measurements = list(chain.from_iterable(row.values() for row in rows))
     columns = max(map(len, rows))

@@ -4,12 +4,13 @@ tokens (arXiv 2602.00217, §3.1).
 ``Accumulator`` pools the pairs of all sequences. Everything is float64: this code is
 off the hot path, and arccos near 1 loses half the digits.
 
-``AveragedCosines`` is for the heatmaps of the paper, which average a layer's N×N
-cosines over the sequences before they count them. This narrows the histogram:
-differences between sequences cancel out. The mean over all pairs stays.
+``AveragedCosines`` is for the paper's heatmaps, in which a layer's N×N cosines are
+averaged over the sequences before the cosines are counted. Averaging narrows the
+histogram, because differences between sequences cancel out. The mean over all pairs
+stays the same.
 
 ``Monitor`` measures condensation and cross-entropy on held-out text while a model
-trains. It takes no gradients, draws no random numbers, and has its own data. The
+trains. Measuring takes no gradients, draws no random numbers, and has its own data. The
 sequences are the same in every run and are divided among the data-parallel ranks. If
 there are more ranks than sequences, several ranks take the same sequence and divide its
 layers. If a sequence is sharded (TP, CP), its activations are gathered first. The
@@ -30,12 +31,12 @@ from torch.nn.functional import cross_entropy, normalize, pad
 
 from titan_disp.condensation.record import BINS, Isotropy, Measurement
 
-_ROWS = 1024  # rows of the N×N matrix at a time
-# Numbers before the histogram in a row of statistics: mean cosine, mean squared cosine,
-# mean angle and effective rank.
+_ROWS = 1024  # number of rows of the N×N matrix that are computed at a time
+# The count of numbers before the histogram in a row of statistics: mean cosine, mean
+# squared cosine, mean angle and effective rank.
 _SCALARS = 4
-# Tokens whose logits are converted to float32 at a time: 0.3 GB with Qwen's vocabulary,
-# and as much again for the logarithms.
+# The number of tokens whose logits are converted to float32 at a time. With Qwen's
+# vocabulary, the logits take 0.3 GB, and their logarithms another 0.3 GB.
 _TOKENS = 512
 
 
@@ -47,7 +48,9 @@ def _unit(z: Tensor) -> Tensor:
 
 
 def _histogram(cosines: Tensor) -> Tensor:
-    """Return the number of cosines in each bin, [128] int64. All must be finite."""
+    """Return the number of cosines in each bin, [128] int64. All cosines must be
+    finite.
+    """
     # torch.histc has no deterministic form on CUDA; bincount of integers is exact
     # everywhere.
     bins = ((cosines + 1) * (BINS / 2)).long().clamp_(max=BINS - 1)
@@ -55,18 +58,18 @@ def _histogram(cosines: Tensor) -> Tensor:
 
 
 def _statistics(z: Tensor) -> Tensor:
-    """Return a row of statistics of one sequence [N, F]: [4 + 128] float64.
+    """Return the statistics of one sequence [N, F] as a row, [4 + 128] float64.
 
-    These are mean cosine, mean squared cosine, mean angle, effective rank, and the
-    histogram as fractions. Both means of cosines and the histogram are over all N²
-    pairs, including each token with itself, as in the paper (mean) and in the authors'
-    released code (histogram). The angle arccos(c)/π is over the N(N−1) pairs of
-    different tokens. An all-zero token has cosine 0 with every other. If a number of z
-    is not finite, all numbers are NaN.
+    The row has mean cosine, mean squared cosine, mean angle, effective rank, and the
+    histogram as fractions. The means of the cosines and of their squares, and the
+    histogram, are over all N² pairs, including each token with itself, as in the paper
+    (mean) and in the authors' released code (histogram). The mean angle arccos(c)/π is
+    over the N(N−1) pairs of different tokens. An all-zero token has cosine 0 with every
+    other token. If a number of z is not finite, all statistics are NaN.
     """
     u = _unit(z)
     n, features = u.shape
-    # bincount and eigvalsh would raise, and end a run that the guard may still save
+    # bincount and eigvalsh would raise errors, and end a run that the guard may save
     if not u.isfinite().all():
         return u.new_full((_SCALARS + BINS,), math.nan)
     histogram = u.new_zeros(BINS)
@@ -77,7 +80,7 @@ def _statistics(z: Tensor) -> Tensor:
         # a token's angle to itself is 0, but rounding makes it 1e-8
         c.diagonal(i * _ROWS).fill_(1)
         angles += c.arccos_().sum()
-    # Both products have the same eigenvalues, except zeros.
+    # U Uᵀ and UᵀU have the same eigenvalues, except zeros.
     if n <= features:
         gram = u @ u.T
     else:
@@ -95,7 +98,8 @@ def _statistics(z: Tensor) -> Tensor:
 def _effective_rank(squares: Tensor) -> Tensor:
     """Return exp of the entropy of the normalized singular values, a scalar ≥ 1.
 
-    ``squares`` are their squares in ascending order (Roy & Vetterli 2007).
+    ``squares`` are the squared singular values in ascending order (Roy & Vetterli
+    2007).
     """
     precision = torch.finfo(squares.dtype)
     noise = len(squares) * precision.eps * squares[-1]
@@ -109,10 +113,10 @@ class Accumulator:
     """Average statistics over sequences of equal weight.
 
     Attributes:
-        sums: [layers + 1, 4 + 128] float64. Rows of statistics, summed over sequences,
-            then a row that holds the number of sequences. The sums of several ranks can
-            be added.
-        features: F of the first layer; 0 before it is added.
+        sums: [layers + 1, 4 + 128] float64. A row of statistics per layer, summed over
+            sequences, and a last row with the number of sequences. The sums of several
+            ranks can be added.
+        features: F of the first layer; 0 before this layer is added.
     """
 
     def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
@@ -153,7 +157,7 @@ class Accumulator:
 class AveragedCosines:
     """Average cosine matrices over sequences of one length.
 
-    The sums are layers · N² float32 numbers, each layer's on its own device.
+    The sums of a layer are N² float32 numbers on the layer's device.
 
     The authors' package ``embedding-condensation`` does the same, but divides a token z
     by max(‖z‖, 1e-3). Here tokens shorter than 1e-3 count by their direction, too.
@@ -183,8 +187,8 @@ class AveragedCosines:
     def histogram(self) -> np.ndarray:
         """Return the histogram of each layer's averaged cosine matrix, [layers, 128].
 
-        It holds fractions of the N² pairs of positions. If a cosine of a layer is not
-        finite, the layer's row is NaN.
+        Numbers are fractions of the N² pairs of positions. If a cosine of a layer is
+        not finite, the layer's row is NaN.
         """
         rows = []
         for layer in sorted(self._sums):
@@ -199,7 +203,7 @@ class AveragedCosines:
 class Covariance:
     """Sum the products of features over all tokens.
 
-    The sums are layers · (F + 1)² float64 numbers, each layer's on its own device.
+    The sums of a layer are (F + 1)² float64 numbers on the layer's device.
     """
 
     def __init__(self) -> None:
@@ -250,10 +254,11 @@ class Covariance:
 
 @torch.no_grad()
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return each sequence's cross-entropy, summed over its tokens, in nats.
+    """Return the cross-entropy of each sequence, summed over its tokens, in nats, [B]
+    float64.
 
-    It is [B] float64. Logits are [B, N, V], and may be a DTensor that is sharded over
-    the vocabulary within ``loss_parallel()``. Labels are [B, N].
+    Logits are [B, N, V], and may be a DTensor that is sharded over the vocabulary
+    within ``loss_parallel()``. Labels are [B, N].
     """
     sums = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
     for i, sequence in enumerate(labels):
@@ -269,8 +274,8 @@ def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
 def gather_sequence(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return whole sequences [B, N, F] from the shards [B, N/p, F] of p ranks.
 
-    The shards are joined in the order of ranks, on every rank: this is a collective
-    call. Without a group, z is whole.
+    Every rank joins the shards in the order of ranks. This is a collective call.
+    Without a group, z is whole.
     """
     if group is None:
         return z
@@ -285,9 +290,9 @@ class Forward:
 
     # [B, N/p, F] for every layer, the last one after the final norm
     activations: Sequence[Tensor]
-    # [B] float64, sums over this rank's labels: all N of them, or N/cp under CP
+    # [B] float64, sums over this rank's labels: N per sequence, or N/cp under CP
     cross_entropies: Tensor
-    # [N/cp] of these labels in the sequence; None: in order
+    # [N/cp] positions of these labels in the sequence; None if they are in order
     positions: Tensor | None = None
 
 
@@ -311,10 +316,9 @@ class Monitor:
 
     Args:
         sequences: [n, N + 1] token ids, int64, the same on all ranks, on the device.
-        batch_size: sequences per forward. It is always the same, so that a compiled
-            model sees one shape.
-        max_tokens: positions per sequence whose activations are measured, evenly
-            spaced; all N if it is larger.
+        batch_size: sequences in every forward. A compiled model thus sees one shape.
+        max_tokens: number of positions per sequence whose activations are measured,
+            evenly spaced; all N if ``max_tokens`` is larger.
         mesh: decides which sequences and layers this process measures.
         segments: [n, N + 1] numbers of the tokens' documents
             (``data.stream.Slot.fill``), if the model needs them.
@@ -335,7 +339,7 @@ class Monitor:
         places_per_forward = mesh.dp_degree * batch_size
         places = places_per_forward * math.ceil(count / places_per_forward)
         place = torch.arange(mesh.dp_rank, places, mesh.dp_degree).view(-1, batch_size)
-        # Copy c measures layers c, c + copies, …; an incomplete copy measures none.
+        # Copy c measures layers c, c + copies, … An incomplete copy measures no layer.
         self.copies = places // count
         self.copy = place // count  # [forwards, B]
         sequence = place % count
@@ -371,7 +375,7 @@ class Monitor:
             columns = self._measured_columns(outputs.positions)
             for layer, z in enumerate(outputs.activations):
                 is_measured = copy == layer % self.copies
-                # This is the same on all ranks that share a sequence.
+                # ``is_measured`` is the same on all ranks that share a sequence.
                 if is_measured.any():
                     gathered = gather_sequence(z, self.mesh.sequence_group)
                     sums.add(layer, gathered[is_measured][:, columns])

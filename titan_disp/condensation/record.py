@@ -1,5 +1,5 @@
 """A measurement of condensation: numbers for each layer, their correlation with depth,
-and a table of how they change over training.
+and a table of how these numbers change over training.
 """
 
 import math
@@ -19,13 +19,13 @@ from titan_disp.text import NOTHING
 BINS = 128
 EDGES = np.linspace(-1, 1, BINS + 1)  # of the histogram's bins
 RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
-# most bytes of an unpacked file of ``Measurement.save``, our choice: a thousand layers
-# have 2 MB
+# Largest unpacked size of a file of ``Measurement.save``, in bytes. It is our choice: a
+# thousand layers take 2 MB.
 MOST_BYTES = 2**26
-ROWS = 8  # about the most rows of a run's table
+ROWS = 8  # a run's table has about this many rows, or fewer
 # The sets of layers that ρ and τ rank. In the sets up to the final norm, the output of
-# the final norm replaces that of the last block, as in Hugging Face's hidden states. The
-# paper's set is l = 1 … L, without the embedding (l = 0).
+# the final norm replaces the output of the last block, as in Hugging Face's hidden
+# states. The paper's set is l = 1 … L, without the embedding (l = 0).
 PLACES = {
     "before_norm": "up to the last block, with the embedding",
     "after_norm": "up to the final norm, with the embedding",
@@ -42,7 +42,7 @@ class DepthCorrelation:
     As in the paper, ρ and τ depend only on the order of the layers' mean cosines:
     differences of 0.002, as at initialization, count as much as differences of 0.5. The
     range tells these cases apart. ρ and τ are NaN if all mean cosines are equal, or if
-    one is not finite.
+    a mean cosine is not finite.
     """
 
     spearman: float  # ρ
@@ -79,14 +79,15 @@ class DepthCorrelation:
 
 
 class Isotropy(NamedTuple):
-    """Numbers of the covariance of all tokens of one layer.
+    """Measures of how evenly one layer's tokens fill its dimensions, by their
+    covariance.
 
-    If all tokens are equal, the first and the last number are NaN.
+    If all tokens are equal, ``iso_score_star`` and ``first_component`` are NaN.
     """
 
     iso_score_star: float  # Rudman & Eickhoff 2024: 0 (one direction) to 1 (isotropic)
     covariance_rank: float  # effective rank of the centered tokens, at least 1
-    first_component: float  # the first principal component's fraction of the variance
+    first_component: float  # fraction of the variance along the first component
 
 
 OF_COVARIANCE = Isotropy._fields
@@ -105,25 +106,25 @@ class Measurement:
         std_cosine: [layers] standard deviation of the cosines, over the pairs of all
             sequences.
         mean_angle: [layers] mean of arccos(c)/π over pairs of different tokens: ½ for
-            directions spread uniformly over the sphere, 0 for one common direction. It
-            is D of ``dispersion.formula`` without the clamp and without ε.
+            directions spread uniformly over the sphere, 0 for one common direction. The
+            angle is D of ``dispersion.formula`` without the clamp and without ε.
         effective_rank: [layers] exp of the entropy of the normalized singular values of
             the N unit vectors (Roy & Vetterli 2007): from 1 to min(N, F).
         histogram: [layers, 128] fraction of the pairs of all sequences by cosine, in
             bins of equal width on [−1, 1].
         tokens: N, per sequence.
         sequences: number of sequences.
-        cross_entropy: of the next token, in nats, mean over all tokens of the same
-            sequences; NaN if not measured.
-        averaged_histogram: [layers, 128] the paper's histogram, of the N×N cosines
-            averaged over the sequences first (``AveragedCosines``). None if it was not
-            computed, as in training.
+        cross_entropy: mean cross-entropy of the next token, in nats, over all tokens of
+            the same sequences; NaN if not measured.
+        averaged_histogram: [layers, 128] the paper's histogram, for which N×N cosines
+            are averaged over the sequences and then counted (``AveragedCosines``). None
+            if it was not computed, as in training.
         features: F, of all layers except the logits; 0 in files of earlier versions.
         logits: whether the last index of every array is that of the logits.
         untrained_mean_cosine: [layers] mean cosine of the same model before training.
             None if it was not measured.
-        covariance: [3, layers] the numbers of ``Isotropy``, one row each. None if they
-            were not computed, as in training.
+        covariance: [3, layers] a row for each field of ``Isotropy``. None if they were
+            not computed, as in training.
     """
 
     mean_cosine: np.ndarray
@@ -175,7 +176,7 @@ class Measurement:
     def _hidden_states(self) -> np.ndarray:
         """Mean cosines of Hugging Face's hidden states, [blocks + 1].
 
-        The output of the final norm replaces that of the last block.
+        The output of the final norm replaces the output of the last block.
         """
         final_norm = self.mean_cosine[self.last_block + 1]
         return np.append(self.mean_cosine[: self.last_block], final_norm)
@@ -192,7 +193,7 @@ class Measurement:
     def by_layer(self) -> dict[str, list[float]]:
         """Return the numbers of all layers by name, without the histograms.
 
-        What was not measured is left out.
+        Numbers that were not measured are left out.
         """
         names = (
             "mean_cosine",
@@ -209,7 +210,7 @@ class Measurement:
         }
 
     def by_part(self) -> dict[str, dict[str, float]]:
-        """Return the means of each number of ``by_layer`` over parts of the model.
+        """Return the mean of each number of ``by_layer`` over each part of the model.
 
         Block i of L is early if 3i < L, late if 3i ≥ 2L. A part without layers is left
         out.
@@ -267,7 +268,9 @@ class Measurement:
 
     @classmethod
     def load(cls, path: Path) -> "Measurement":
-        """Return what ``save`` wrote. Raises ConfigError if the file cannot be read."""
+        """Return the measurement that ``save`` wrote. Raises ConfigError if the file
+        cannot be read.
+        """
         try:
             check_regular(path)
             _check_size(path)
@@ -284,7 +287,9 @@ class Measurement:
         return measurement
 
     def _check_shapes(self) -> None:
-        """Raise ValueError unless all arrays have the same layers, and enough."""
+        """Raise ValueError unless all arrays have the same layers, with at least one
+        block.
+        """
         layers = self.layer_count
         lengths = {len(values) for values in self.by_layer().values()}
         histograms = (self.histogram, self.averaged_histogram)
@@ -309,7 +314,7 @@ def _check_size(path: Path) -> None:
 def load_steps(
     folder: str | Path, problems: list[str] | None = None
 ) -> dict[int, Measurement]:
-    """Return what a run measured while it trained, by ascending step.
+    """Return the measurements that a run made while it trained, by ascending step.
 
     ``folder`` is RUN/condensation, with files step-N.npz. The result is empty if the
     folder is missing or empty. Raises ConfigError if a file cannot be read, or has
@@ -343,7 +348,7 @@ def load_steps(
 def over_depth(place: str, rank: str) -> Callable[[Measurement], float]:
     """Return a function that returns ρ or τ of a measurement.
 
-    ``place`` is a key of ``PLACES``, and ``rank`` one of ``RANKS``.
+    ``place`` is a key of ``PLACES``, and ``rank`` is a key of ``RANKS``.
     """
     return lambda measurement: getattr(measurement.over_depth[place], rank)
 
@@ -408,8 +413,8 @@ def over_training(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
     """Return about ``ROWS`` of the ascending ``steps`` or fewer, for a table of a run.
 
-    These are the first, the last, all of ``highest``, and steps in between whose
-    distances grow by equal ratios, because a collapse comes early.
+    These are the first step, the last step, all of ``highest``, and steps in between.
+    The distances between steps grow by equal ratios, because a collapse comes early.
     """
     chosen = {steps[0], *highest}
     trained = [step for step in steps if step > 0]

@@ -26,11 +26,11 @@ class DataCheck:
     Attributes:
         formats: number of files by suffix.
         stored: bytes of all files.
-        text: bytes of text in them, estimated.
+        text: estimated bytes of text in these files.
         separator: the token that ends documents, or "none".
         ledger: how many bytes of each file are used, skipped or left out, and why.
         readings: how ranks read each source.
-        resume: for each source, what a resume in the middle of an epoch reads again.
+        resume: by source, how much a resume in the middle of an epoch reads again.
         copies: pairs of files with the same content.
         warnings: warnings of a start about the tokenizer and the readings.
         refused: the reason why a start would refuse the data, or "".
@@ -93,7 +93,7 @@ def check_data(job_config: JobConfig, ranks: int) -> DataCheck:
     """Return what a run on ``ranks`` data-parallel ranks finds in its data.
 
     Data that a start would refuse is described in the result, too. Raises ConfigError
-    if there is no data, or it cannot be listed.
+    if there is no data, or the data cannot be listed.
     """
     data = data_sets(job_config)
     separator = job_config.stream.separator

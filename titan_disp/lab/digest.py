@@ -26,13 +26,13 @@ from titan_disp.metric import Metric
 
 @dataclass
 class Digest:
-    """The hashes of the loaders' batches, and what reading them cost.
+    """The hashes of the loaders' batches, and the cost of reading the batches.
 
     Attributes:
         hashes: sha256 of each global batch (little-endian int64 [batch, seq_len + 1],
             rows by round and slot).
         bytes_read: stored bytes that each rank has read. After a resume, the new ranks
-            follow the earlier ones.
+            follow the earlier ranks.
         files_read: number of files that each of these ranks has opened.
         read_amplification: see ``epoch_amplification``.
         counters: counters of all ranks together, see ``StreamLoader.counters``.
@@ -100,7 +100,8 @@ def global_batch(
 def digest(
     job_config: JobConfig, steps: int, phases: Sequence[tuple[int, int]]
 ) -> Digest:
-    """Return the hashes of ``steps`` global batches, and what reading them cost.
+    """Return the hashes of ``steps`` global batches, and the cost of reading the
+    batches.
 
     ``phases`` has a pair (steps before the phase, data-parallel ranks) for each phase.
     From one phase to the next, the positions pass through ``state_dict`` and
@@ -188,9 +189,9 @@ def epoch_amplification(loaders: Sequence[StreamLoader]) -> float:
     """Return the stored bytes that all ranks together read in the first epoch, divided
     by the bytes of all files.
 
-    The ratio is measured if every slot is past the first epoch, and otherwise computed
-    from the assignment: buffers read ahead, so that a measurement in the middle of
-    small files would mean nothing.
+    The ratio is measured if every slot is past the first epoch. Otherwise, it is
+    computed from the assignment of files, because buffers read ahead: a measurement in
+    the middle of small files would mean nothing.
     """
     files = loaders[0].files
     bytes_read: float = 0

@@ -2,11 +2,12 @@
 some of its files.
 
 Each file is downloaded by ``hf_hub_download`` and then checked. ``snapshot_download``
-of huggingface_hub 1.31 to 2.4 has three problems. It keeps any file that an earlier
-call wrote at the same commit, even if the file is truncated or damaged. It stops all
-downloads if one fails. It compares every path of the repository with every pattern,
-which takes minutes for 25,000 files. ``verify_repo_checksums`` is slow, too: it hashes
-all files in the folder one after another, including those of other splits.
+of huggingface_hub 1.31 to 2.4 keeps any file that an earlier call wrote at the same
+commit, even if the file is truncated or damaged. ``snapshot_download`` also stops all
+downloads if one download fails, and compares every path of the repository with every
+pattern, which takes minutes for 25,000 files. ``verify_repo_checksums`` is slow,
+because it hashes all files in the folder one after another, including files of other
+splits.
 """
 
 import json
@@ -71,7 +72,7 @@ class Listing:
     def of_shards(self, shards: list[range] | None) -> list[HubFile]:
         """Return the files whose numbers are in ``shards``; None stands for all files.
 
-        Raises ConfigError if there is none.
+        Raises ConfigError if there is no such file.
         """
         if shards is None:
             return self.files
@@ -155,7 +156,7 @@ def _mirror(folder: Path, files: list[HubFile], workers: int) -> list[str]:
 
 
 def _mirror_file(folder: Path, file: HubFile) -> str | None:
-    """Download a file, and return what is still wrong with it after ``DOWNLOADS``
+    """Download a file, and return what is still wrong with the file after ``DOWNLOADS``
     attempts, or None.
 
     A sound copy is kept. A damaged copy is replaced.
@@ -174,7 +175,7 @@ def _mirror_file(folder: Path, file: HubFile) -> str | None:
                 local_dir=folder,
                 force_download=path.exists(),  # the existing file is damaged
             )
-        # huggingface_hub, httpx and the system each raise their own types
+        # huggingface_hub, httpx and the system raise errors of many types
         except Exception as error:
             cause = f" ({first_line(error)})"
     if problem := _problem(file, path):
@@ -198,8 +199,8 @@ def _problem(file: HubFile, path: Path) -> str | None:
 
 
 def _write_record(folder: Path, listing: Listing, files: list[HubFile]) -> None:
-    """Write the record of a split: these files, and those that earlier commands fetched
-    with other ``shards``.
+    """Write the record of a split: ``files``, and the files that earlier commands
+    fetched with other ``shards``.
     """
     path = record_path(folder, listing.name)
     recorded: set[tuple[str, int]] = set()

@@ -21,7 +21,8 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError, counted
 from titan_disp.files import in_parallel, make_writable, progress
 
-_WORTH = 1 << 31  # bytes; with fewer, starting processes takes longer than it saves
+# With fewer bytes, starting processes takes longer than the processes save.
+_WORTH = 1 << 31
 
 
 def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterator[str]:
@@ -67,7 +68,7 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
 
 
 def _held_out(job_config: JobConfig) -> list[DataFile]:
-    """Return the held-out files. Without validation, missing ones are left out."""
+    """Return the held-out files. Without validation, missing files are left out."""
     files = []
     for data_set in held_out_sets(job_config):
         try:
@@ -137,7 +138,7 @@ def lines(
     yield f"{len(hashes):,} documents, {text:,} bytes of text, in {files}"
     parts = {
         "have no text, or cannot be used": len(hashes) - len(usable),
-        "repeat an earlier one exactly": len(usable) - len(different),
+        "repeat an earlier document exactly": len(usable) - len(different),
     }
     yield from (
         f"{count:,} of them ({count / max(len(hashes), 1):.2%}) {what}"

@@ -103,7 +103,9 @@ def styles() -> Iterator[dict[str, Any]]:
 
 
 def _legend_columns(names: Iterable[str]) -> int:
-    """Return the columns of a legend below a figure: one if a name is long, else two."""
+    """Return the number of columns of a legend below a figure: 1 if a name is long,
+    else 2.
+    """
     if max(map(len, names)) > 36:
         return 1
     return 2
@@ -142,7 +144,7 @@ def depth_bars(measurements: Mapping[str, Measurement]) -> Figure:
     """Return a figure with bars for Spearman's ρ and Kendall's τ of the mean cosine with
     depth.
 
-    Both are 1 if the mean cosine grows with each layer.
+    ρ and τ are 1 if the mean cosine grows with each layer.
     """
     figure = new_figure(8, 1.5 + 0.55 * len(measurements))
     axes = figure.subplots()
@@ -238,8 +240,8 @@ def some_steps(
     """Return measurements at a few steps, so that the lines of ``over_training`` can be
     distinguished.
 
-    The steps are the same for all runs: the first one, the most condensed and the last
-    one of each run, and some between them.
+    The steps are the same for all runs: the first, the most condensed and the last step
+    of each run, and some steps between them.
     """
     steps = set().union(*runs.values())
     highest = set(map(most_condensed, runs.values()))
@@ -258,8 +260,8 @@ def heatmap_panels(
 ) -> dict[str, Measurement]:
     """Return the first, the most condensed and the last measurement of a run by title.
 
-    If step 0 was measured, they have its mean cosines as ``untrained_mean_cosine``,
-    which heatmaps draw as a dashed line.
+    If step 0 was measured, its mean cosines are the ``untrained_mean_cosine`` of these
+    measurements, which heatmaps draw as a dashed line.
     """
     untrained = None
     if 0 in by_step:
@@ -423,8 +425,8 @@ def over_steps(runs: Mapping[str, Mapping[int, Measurement]]) -> Figure:
     """Return a figure of the mean cosine (over all blocks, and of the last block), ρ and
     τ against the step, with a line for each run.
 
-    The x axis is logarithmic if the steps span more than a factor of 100, as those of
-    published checkpoints do.
+    The x axis is logarithmic if the steps span more than a factor of 100, as the steps
+    of published checkpoints do.
     """
     panels: dict[str, Callable[[Measurement], float]] = {
         "mean over all blocks": blocks_mean,

@@ -14,11 +14,12 @@ from titan_disp.text import number
 
 HEADINGS = ("task", "what", "of", "number", "source")
 NOTE = (
-    "Published numbers are of other models, budgets, data, GPUs and documents, unless "
-    "you chose the same. Their standard errors are unknown. Source P is the text of arXiv "
-    "2602.00217, and R a review of its ICML version; the two do not always agree. The "
-    "authors call the gains modest (a news article). Our standard errors are over "
-    "seeds. GPU-hours are those of all ranks, without repeated steps."
+    "Published numbers are from other models, budgets, data, GPUs and documents, "
+    "unless you chose the same. The standard errors of published numbers are unknown. "
+    "Source P is the text of arXiv 2602.00217, and source R is a review of its ICML "
+    "version. P and R do not always agree. In a news article, the authors call the "
+    "gains modest. Our standard errors are over seeds. GPU-hours are those of all "
+    "ranks, without repeated steps."
 )
 # our numbers as text, by (task, quantity) and by the name of the model or run
 Ours = Mapping[tuple[str, str], Mapping[str, str]]
@@ -27,7 +28,7 @@ Lines = list[tuple[str, ...]]  # a cell for each of ``HEADINGS``
 
 def beside(ours: Ours, source: str) -> Lines:
     """Return the lines of a table: for each published task, our numbers above the
-    published ones.
+    published numbers.
 
     Our numbers without a published counterpart are left out. ``source`` says where our
     numbers come from.
@@ -63,8 +64,8 @@ def costs(runs: Sequence[RunRecord]) -> Ours:
     """Return the GPU-hours of runs, and the relative time per token of runs with
     dispersion or a baseline method.
 
-    The time is divided by that of the first run with plain cross-entropy of the same
-    model on the same machine.
+    The time is divided by the time of the first run with plain cross-entropy that has
+    the same model and machine.
     """
     off: dict[tuple[str, str], float] = {}
     relative = {}

@@ -1,7 +1,7 @@
 """A sample corpus from Python's own documentation, and a tokenizer for it.
 
 The files have the layout and the fields of allenai/c4 on the hub, so that the same code
-reads both.
+reads C4 and the sample.
 """
 
 import ast
@@ -24,7 +24,7 @@ from titan_disp.errors import ConfigError
 from titan_disp.files import atomic_folder, progress
 
 TRAIN_FILES = 8
-VALIDATION_SHARE = 32  # one document in 32
+VALIDATION_SHARE = 32  # one document in 32 is validation data
 MIN_CHARACTERS = 200
 # The documents have no date. A constant keeps the files the same on every run.
 TIMESTAMP = "2019-04-25T12:57:54Z"

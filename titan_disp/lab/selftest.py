@@ -1,9 +1,10 @@
 """``titan-disp selftest`` checks the results of the loss on a machine, and measures its
 cost: on a CPU, on one GPU, or under torchrun.
 
-Each section yields rows of a page. Each rank checks its device, then all ranks check
-sequences that are sharded over them, and rank 0 alone trains and measures. If a section
-raises an error, it has a row that failed, and the other sections still run.
+Each section yields rows of a page. Each rank checks its device. Then all ranks check
+sequences that are sharded over all ranks, and rank 0 alone trains and measures. If a
+section raises an error, the page has a row that failed, and the other sections still
+run.
 """
 
 import json
@@ -56,7 +57,7 @@ TOLERANCES = {
     "float32": {"loss": 1e-4, "gradient": 1e-4},
     "bfloat16": {"loss": 1e-4, "gradient": 8e-3},
 }
-# with κ = 0.25, where the errors of the fit are at most 0.4 %
+# Largest relative errors of *moments* for κ = 0.25. The fit's errors are at most 0.4 %.
 OF_MOMENTS = {"loss": 1e-3, "gradient": 1e-2}
 TRAINING = """--model.name=qwen3_disp --model.flavor=nano --training.dataset=c4 --training.seq_len=256
     --training.local_batch_size=2 --training.steps=3 --lr_scheduler.warmup_steps=1 --dispersion.enabled
@@ -118,8 +119,8 @@ def tokens(mean: float, length: int, precision: str, device: torch.device) -> Te
 def accuracy(device: torch.device) -> Iterator[Check]:
     """Compare each estimator with ``plain``.
 
-    On a GPU, the precision "autocast" is that of training on one GPU: float32 tokens,
-    which the loss rounds to bf16.
+    On a GPU, "autocast" is the precision of training on one GPU: float32 tokens, which
+    the loss rounds to bf16.
     """
     precisions = TOLERANCES
     if device.type != "cpu":
@@ -190,7 +191,7 @@ def path(device: torch.device) -> Iterator[Check]:
 
 
 def meshes(device: torch.device) -> Iterator[Check]:
-    """Compare the loss of sharded sequences with that of whole sequences."""
+    """Compare the loss of sharded sequences with the loss of whole sequences."""
     world = 1
     if dist.is_initialized():
         world = dist.get_world_size()
@@ -453,5 +454,6 @@ def selftest(options: SelftestOptions) -> int:
                 json.dumps(result, indent=2, ensure_ascii=False) + "\n"
             )
     if world > 1:
-        dist.barrier()  # torchrun ends all ranks when the first one ends with a status
+        # torchrun ends all ranks when the first rank ends with a nonzero status
+        dist.barrier()
     return int(any(failed))

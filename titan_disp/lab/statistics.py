@@ -12,7 +12,7 @@ from scipy import stats
 
 from titan_disp.text import NOTHING
 
-# Up to so many differences, all sign patterns are counted, which takes three seconds
+# For up to this many differences, all sign patterns are counted, in three seconds
 EXACT = 18
 EQUAL = 1e-12  # relative; smaller differences are rounding errors
 
@@ -101,7 +101,7 @@ def paired_by_seed(
     """Return the difference between a condition and the baseline over their shared
     seeds, with the p value of the sign-flip test.
 
-    Returns None if they share no seed.
+    Returns None if the condition and the baseline share no seed.
     """
     pairs = [seed for seed in values_by_seed if seed in baseline_by_seed]
     if not pairs:
@@ -116,12 +116,13 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
     """Return the two-sided p value of the sign-flip test of n differences.
 
     Returns None if n < 2 or a difference is not finite. The p value is the fraction of
-    all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed sum. For
-    n > ``EXACT``, it is estimated from 2 to the power of ``EXACT`` random patterns.
+    all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed sum. For n
+    above ``EXACT``, the p value is estimated from 2 to the power of ``EXACT`` random
+    patterns.
 
     Under the null hypothesis, each difference is equally likely with the opposite sign.
     No distribution is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach
-    0.05, and 6 can.
+    0.05, and 6 pairs can.
     """
     d = np.asarray(differences, dtype=np.float64)
     if len(d) < 2 or not np.isfinite(d).all():
@@ -164,12 +165,12 @@ def unpaired_difference(
 def differences_over_seeds(
     conditions: Mapping[str, Mapping[Any, float]], baseline: str
 ) -> dict[str, Difference]:
-    """Return the difference of each condition except the baseline to the baseline.
+    """Return the difference between each other condition and the baseline.
 
     Runs of one seed share their initial weights and the order of their data, so that
     their scores are correlated. Conditions are therefore compared over the seeds that
     they share, or by Welch's t-test if they share none. A condition is left out if
-    neither is possible.
+    neither comparison is possible.
 
     Args:
         conditions: each condition's score by seed. If seeds are unknown, any key that
@@ -192,8 +193,8 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
     If all adjusted values below α are called significant, the probability of any false
     positive is below α. The i-th smallest of m values is multiplied by m − i + 1, and
-    raised to the previous adjusted value if it is smaller. None stays None, and counts
-    as 1.
+    raised to the previous adjusted value if the product is smaller. None stays None,
+    and counts as 1.
     """
     p = np.array([1.0 if value is None else value for value in p_values])
     order = np.argsort(p)
@@ -208,7 +209,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def with_holm(tests: Sequence[Difference]) -> list[Difference]:
-    """Return the tests with Holm's p values over all of them."""
+    """Return the tests with Holm's p values over all tests."""
     adjusted = holm([test.p_value for test in tests])
     return [replace(test, holm=p) for test, p in zip(tests, adjusted, strict=True)]
 

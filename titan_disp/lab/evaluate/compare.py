@@ -30,8 +30,9 @@ class Row:
 
     name: str  # the name in the harness
     metric: str  # a mean over documents; higher is better
-    tasks: tuple[str, ...]  # the averaged tasks; a single one unless the row is a group
-    # Whether all documents of a group have the same weight. Otherwise, all tasks do.
+    tasks: tuple[str, ...]  # the averaged tasks; a single task unless this is a group
+    # Whether all documents of a group have the same weight. Otherwise, all tasks of the
+    # group have the same weight.
     weight_by_size: bool = True
 
 
@@ -39,14 +40,16 @@ class Row:
 class Scores:
     """A model's scores on a task."""
 
-    score: float  # from the harness; for several seeds, their mean
-    # over documents, from the harness; for several seeds, that of ``values``
+    score: float  # from the harness; for several seeds, the mean over the seeds
+    # over documents: from the harness, or for several seeds the standard error of
+    # ``values``
     standard_error: float | None
     num_fewshot: int | str
-    # [documents] float64, whose mean is the score; in a group, documents are scaled by
-    # their weights
+    # [documents] float64, whose mean is the score; in a group, values are scaled by the
+    # weights of the documents
     values: np.ndarray
-    by_seed: Mapping[Any, float] = field(default_factory=dict)  # if several seeds
+    # scores by seed, if there are several seeds
+    by_seed: Mapping[Any, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ class MeanDifference:
 class TaskComparison:
     """A line of the table: the comparison on one task, or on the mean over tasks.
 
-    The mean has no metric and no documents. Mappings have a value for each model.
-    ``differences`` leaves out the first model, and ``over_seeds`` also leaves out models
-    whose seeds cannot be compared.
+    The line of the mean has no metric and no documents. Mappings have a value for each
+    model. ``differences`` leaves out the first model, and ``over_seeds`` also leaves
+    out models whose seeds cannot be compared.
     """
 
     task: str
@@ -144,7 +147,7 @@ def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndar
     """Return the values of all documents of a group's tasks, [all documents], scaled so
     that their mean is the group's average.
 
-    Their standard error is that of the average, with the tasks as strata.
+    The standard error of these values is the average's, with the tasks as strata.
     """
     if weight_by_size:
         return np.concatenate(values)
@@ -321,12 +324,15 @@ def explanation(comparison: ModelComparison) -> list[str]:
         return []
     text = (
         "Differences are means ± standard errors over the same documents, with p "
-        "values of a paired t-test. Holm\nadjusts these for the number of tasks. The "
+        "values of a paired t-test. Holm\nis p adjusted for the number of tasks. The "
         "mean has two standard errors: over the documents of these tasks,\nand over "
-        "tasks. Neither covers another seed of the training."
+        "tasks. Neither error includes the effect of another training seed."
     )
     if any(count > 1 for count in comparison.seeds.values()):
-        text += " Scores of several seeds are means ± standard errors over seeds. A document's score is their mean."
+        text += (
+            " Scores of several seeds are means ± standard errors over seeds. A "
+            "document's score is the mean over seeds."
+        )
     paired = [bool(test.pairs) for test in comparison.mean.over_seeds.values()]
     if any(paired):
         text += (
@@ -348,8 +354,8 @@ def _pairs(difference: Difference) -> str:
 
 
 def _with_p(difference: Difference | MeanDifference, several: bool) -> str:
-    """Return a difference as text, with p values; with ``several`` tasks, also the
-    adjusted one.
+    """Return a difference as text, with p; with ``several`` tasks, also with the
+    adjusted p value.
     """
     if isinstance(difference, MeanDifference) or difference.p_value is None:
         return str(difference)

@@ -78,7 +78,7 @@ def evaluate(options: EvaluateOptions) -> ModelComparison:
             "or remove this one"
         )
     make_writable(out, "--out")
-    # An evaluation that stopped before its first results may have left it.
+    # An evaluation that stopped before its first results may have left this file.
     (out / "samples.jsonl").unlink(missing_ok=True)
     with harness.warnings_once(), no_bars_in_logs():
         shots = harness.PROTOCOLS[options.protocol].shots
@@ -173,7 +173,7 @@ class _Evaluation:
     def run(self, model: Target) -> harness.Result:
         """Return the results of one model."""
         settings = self.settings
-        if model.run is not None:  # its export has the tokenizer
+        if model.run is not None:  # the run's export has the tokenizer
             settings = replace(settings, tokenizer=None)
         with _as_hugging_face(model, self.options) as folder:
             return harness.run_model(folder, self.suite, settings)

@@ -24,17 +24,17 @@ from titan_disp.errors import ConfigError, counted, did_you_mean, reported
 from titan_disp.lab.evaluate.compare import Row, Scores, scaled_values
 from titan_disp.lab.export.saved import load_causal_lm, longest_sequence
 
-# In place of "auto", with which the harness searches for the largest batch until memory
-# runs out. On a CPU, this would kill the process.
+# The batch size in place of "auto". With "auto", the harness searches for the largest
+# batch until memory runs out, which would kill the process on a CPU.
 CPU_BATCH = 8
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    shots: Mapping[str, int]  # examples in the prompt of each task
-    limit: int | None  # first documents per task; None means all
-    # The dtype of the weights; "auto" means that of the files.
+    shots: Mapping[str, int]  # number of examples in the prompt of each task
+    limit: int | None  # number of documents per task, from the first on; None means all
+    # The dtype of the weights; "auto" means the dtype of the files.
     dtype: Literal["auto", "float16"] = "auto"
 
 
@@ -81,9 +81,9 @@ PRETRAIN = {
 (eval/eval_hf.py at e894b93).
 
 The fork uses the tags ``anli`` and ``lambada``, whose tasks are listed here. The task
-``paloma_wikitext_103`` is left out: it has only perplexities, which cannot be compared
-document by document, and its data set (allenai/paloma) requires an agreement on the
-hub.
+``paloma_wikitext_103`` is left out, because it has only perplexities, which cannot be
+compared document by document, and because its data set (allenai/paloma) requires an
+agreement on the hub.
 """
 
 PROTOCOLS = {
@@ -122,7 +122,7 @@ def build_suite(
 
     ``names`` are tasks, groups or tags of the harness; ``paper`` stands for the tasks
     in ``shots``. A prompt has ``num_fewshot`` examples, or else the number in
-    ``shots``, or else the task's default. Tasks that fix 0 examples keep it. If the
+    ``shots``, or else the task's default. Tasks that fix 0 examples keep 0. If the
     Hugging Face hub does not answer, data comes only from its cache.
 
     Raises ConfigError if a task or its data does not exist, tasks overlap, or a task
@@ -235,7 +235,7 @@ def _metrics(task: Any) -> list[str]:
 def _load(
     manager: Any, names: Sequence[str], reachable: bool, include_path: Path | None
 ) -> list[Any]:
-    """Return what the harness loads for each name: a dictionary of groups and of tasks.
+    """Return the harness's dictionary of groups and tasks for each name.
 
     Raises ConfigError with all failures in one message, so that the user can download
     all missing data at once.
@@ -275,7 +275,8 @@ def _load(
 
 @contextmanager
 def _offline_if_unreachable() -> Iterator[bool]:
-    """Yield whether the Hugging Face hub answers, and stay offline inside if it does not.
+    """Yield whether the Hugging Face hub answers, and stay offline in the context if it
+    does not.
 
     Otherwise, each data set would wait 24 s for an answer.
     """
@@ -307,13 +308,13 @@ def _offline_if_unreachable() -> Iterator[bool]:
 class Settings:
     """The settings for all models of an evaluation."""
 
-    limit: int | None  # first documents per task; None means all
-    # "auto" means the largest that fits on a GPU, and CPU_BATCH on a CPU
+    limit: int | None  # number of documents per task, from the first on; None means all
+    # "auto" means the largest batch that fits on a GPU, and CPU_BATCH on a CPU
     batch_size: int | Literal["auto"]
     device: str
-    # The dtype of the weights; "auto" means that of the files.
+    # The dtype of the weights; "auto" means the dtype of the files.
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    seed: int  # of the choice of examples, and of all other random choices
+    seed: int  # seed of the choice of examples, and of all other random choices
     tokenizer: str | None = None  # folder that replaces the model's tokenizer
 
 

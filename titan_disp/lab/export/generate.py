@@ -47,7 +47,7 @@ def generate(options: GenerateOptions) -> str:
     """Return the prompt with its continuation, as text.
 
     The continuation ends with EOS, after ``max_new_tokens``, or at the sequence length
-    of training. Raises ConfigError if the prompt is as long as that.
+    of training. Raises ConfigError if the prompt is at least that long.
     """
     from transformers import GenerationConfig
 
@@ -60,8 +60,8 @@ def generate(options: GenerateOptions) -> str:
         ids = [loaded.eos_id]  # an empty prompt: EOS separates documents
     if len(ids) >= longest:
         raise ConfigError(
-            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of "
-            "training"
+            f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of a "
+            "training sequence"
         )
     sampling: dict[str, Any] = {}
     if options.temperature:

@@ -43,7 +43,7 @@ class CheckpointFolder:
 
 
 def inventory(run: str | Path, step: int | None = None) -> Iterator[CheckpointFolder]:
-    """Yield the folders of all checkpoints, or of those of one step, sorted by step.
+    """Yield the folders of all checkpoints, or of one step, sorted by step.
 
     Each folder is verified just before it is yielded. Raises ConfigError if ``run`` is
     not a run's folder, or if it has no checkpoint of this step.

@@ -22,7 +22,7 @@ from titan_disp.tables import written_out
 from titan_disp.templates import templates
 from titan_disp.text import byte_size
 
-SHOWN_FILES = 4  # of more files, only the first and the last one are named
+SHOWN_FILES = 4  # of more files, only the first and the last file are named
 SHOWN_PACKAGES = (
     "python",
     "titan-disp",
@@ -36,7 +36,7 @@ SHOWN_PACKAGES = (
 def _files(saved: SavedModel) -> list[tuple[str, int]]:
     """Return (name, bytes) of each file of the training data, or [] if unknown.
 
-    The checkpoint records them. Otherwise they are listed on this disk.
+    If the checkpoint does not record them, the files are listed on this disk.
     """
     training = saved.config["training"]
     if not saved.in_hf_format:
@@ -56,7 +56,8 @@ def _files(saved: SavedModel) -> list[tuple[str, int]]:
 def _data(saved: SavedModel) -> str:
     """Return the files of the data and their origin, as text.
 
-    Only the last part of a path is given, because the others mean nothing elsewhere.
+    Only the last part of a path is given, because the other parts mean nothing on other
+    machines.
     """
     files = _files(saved)
     if sources := saved.config["stream"]["sources"]:
@@ -88,7 +89,7 @@ def _data(saved: SavedModel) -> str:
 def _listed(files: Sequence[tuple[str, int]]) -> str:
     """Return the number, total size and names of files, as text.
 
-    Of more than ``SHOWN_FILES``, only the first and the last one are named.
+    Of more than ``SHOWN_FILES`` files, only the first and the last file are named.
     """
     names = [f"`{name}`" for name, _ in files]
     listed_names = ", ".join(names)
@@ -150,7 +151,9 @@ def _newest(rows: dict[int, Any], last_step: int) -> tuple[int, Any] | None:
 
 
 def _hub_id(dataset: str) -> str | None:
-    """Return the id on the hub of a ``dataset`` of the config, or None if it has none."""
+    """Return the hub's id of the config's ``dataset``, or None if the data set has
+    none.
+    """
     if dataset.startswith("c4"):
         return "allenai/c4"
     if dataset.startswith("hf:"):
@@ -161,7 +164,7 @@ def _hub_id(dataset: str) -> str | None:
 def _metadata(saved: SavedModel, name: str, cross_entropy: float | None) -> str:
     """Return the YAML head of the card, which the Hugging Face hub reads.
 
-    ``cross_entropy`` is that of held-out text, or None if it was not measured.
+    ``cross_entropy`` is measured on held-out text, or None if it was not measured.
     """
     config = saved.config
     training = config["training"]

@@ -69,8 +69,8 @@ class SavedModel:
     def tokenizer_folder(self, override: str | Path | None = None) -> Path:
         """Return the folder of the tokenizer: ``override`` or ``model.hf_assets_path``.
 
-        A relative ``model.hf_assets_path`` is tried from the current folder, the run's
-        folder and those above it, one of which is usually the folder where the run was
+        A relative ``model.hf_assets_path`` is tried from the current folder, from the
+        run's folder, and from the folders above, in one of which the run was usually
         started. Raises ConfigError if the folder does not exist.
         """
         folder = Path(override or self.config["model"]["hf_assets_path"])
@@ -88,11 +88,12 @@ class SavedModel:
         )
 
     def tokenizer(self, override: str | Path | None = None) -> AnyTokenizer:
-        """Return the tokenizer that the run trained with, or that of the folder
-        ``override``.
+        """Return the tokenizer that the run trained with, or the tokenizer in the
+        folder ``override``.
 
-        Its EOS is the run's separator, or the tokenizer's own EOS if the run had no
-        separator. Raises ConfigError if it does not fit the model's vocabulary.
+        The EOS token is the run's separator, or the tokenizer's own EOS if the run had
+        no separator. Raises ConfigError if the tokenizer does not fit the model's
+        vocabulary.
         """
         folder = self.tokenizer_folder(override)
         separator = self.config["stream"].get("separator", "")  # not in older runs
@@ -143,7 +144,7 @@ def saved_models(run: str | Path) -> list[SavedModel]:
 
 def find_saved(target: str | Path) -> SavedModel:
     """Return the checkpoint that ``target`` names: ``RUN/300``, ``RUN/step-300`` or
-    ``RUN/checkpoint/step-300``, or ``RUN`` for the newest one.
+    ``RUN/checkpoint/step-300``, or ``RUN`` for the newest checkpoint.
 
     Raises ConfigError if the run or the step does not exist.
     """
@@ -286,10 +287,10 @@ def load_causal_lm(
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the tokens in the longest sequence of a transformers model, or None if its
-    config has no ``max_position_embeddings``.
+    """Return the number of tokens in the longest sequence of a transformers model, or
+    None if its config has no ``max_position_embeddings``.
 
-    For an exported GPT-2, it is the sequence length of training, which may be smaller
+    For an exported GPT-2, this is the sequence length of training, which may be smaller
     than the number of positions.
     """
     positions: int | None = getattr(config, "max_position_embeddings", None)

@@ -104,7 +104,8 @@ def write_figures(
 
     There are two heatmaps for each model, the pooled and the averaged heatmaps of all
     models side by side, mean cosines, ρ and τ. Steps of a run or revisions of a model
-    are drawn over training, families by size, and pairs beside each other.
+    are drawn over training. Families are drawn by size, and the two models of a pair
+    beside each other.
     """
     measurements = {name: model.condensation for name, model in measured.items()}
     averaged = {name: plots.averaged(m) for name, m in measurements.items()}
@@ -155,8 +156,9 @@ def _over_training(
 ) -> dict[str, dict[Any, Measurement]]:
     """Return the measurements of runs or models with several steps or revisions.
 
-    They are by the name of the run or model, and then by step, ascending. If revisions
-    do not name unique steps, they are by the name of the revision, in order.
+    The first key is the name of the run or model, and the second key is the step,
+    ascending. If revisions do not name unique steps, the second key is the name of the
+    revision, in order.
     """
     members: dict[str, list[Measured]] = defaultdict(list)
     for name, model in measured.items():
@@ -287,10 +289,10 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     """Measure models on a random sample of a text, write numbers and pictures to
     ``options.out``, and return the measurements by the names of the models.
 
-    All models read sequences of the same length, at most that of the model with the
-    fewest positions. The length matters, because the mean over all N² pairs of tokens
-    includes the N pairs of a token with itself. Existing files of the same names are
-    overwritten.
+    All models read sequences of the same length, which is at most the smallest number
+    of positions of a model. The length matters, because the mean over all N² pairs of
+    tokens includes the N pairs of a token with itself. Existing files of the same names
+    are overwritten.
 
     Raises ConfigError, or CheckpointError if the weights of a run cannot be read. Only
     errors about weights and activations may come after the first measurement.
@@ -343,7 +345,9 @@ def _device(name: str) -> targets.Device:
 def _samples(
     models: Mapping[str, targets.Target], options: CondensationOptions
 ) -> dict[str, Tensor]:
-    """Return each model's token ids, [count, length] with the same length for all."""
+    """Return each model's token ids, [count, length] with the same length for all
+    models.
+    """
 
     def positions(name: str) -> int:
         return models[name].max_tokens or sys.maxsize
@@ -497,8 +501,8 @@ def _sample(
             if available < total:
                 print(
                     f"{name}: the text has {available:,} tokens, and {count} sequences of "
-                    f"{length} take {total:,}: they overlap, and are not {count} "
-                    "independent samples",
+                    f"{length} take {total:,}: the sequences overlap, so they are not "
+                    f"{count} independent samples",
                     file=sys.stderr,
                 )
     else:

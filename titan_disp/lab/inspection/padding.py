@@ -7,8 +7,9 @@ inequality, g is at least ‖x‖ / √(‖x‖² + m).
 
 As an upper bound, the paper has m − 1 in place of m, which is wrong for small ‖x‖². For
 example, from GPT-2's 768 features to the 1,600 of GPT-2 XL, m is 832. For ‖x‖ = 1, g is
-then 0.034679, and the paper's bound 0.034669. With m − 2, the bound holds for all x:
-E[1/χ²] is 1/(m − 2), and 1/E[1/(‖x‖² + χ²)] grows at least as fast as ‖x‖².
+then 0.034679, and the paper's upper bound is 0.034669. With m − 2, the bound holds for
+all x, because E[1/χ²] is 1/(m − 2), and 1/E[1/(‖x‖² + χ²)] grows at least as fast as
+‖x‖².
 """
 
 from collections import defaultdict
@@ -31,7 +32,7 @@ COLUMNS = (
 
 class PaddedCosines:
     """Mean cosines of different tokens by layer, before and after padding, and bounds
-    of their expected value.
+    of the expected value after padding.
     """
 
     def __init__(self, features: int, seed: int) -> None:

@@ -2,9 +2,9 @@
 folders and on the hub.
 
 Activations are passed on one layer at a time, while the model runs.
-``output_hidden_states=True`` of transformers would keep those of all layers until the
-end of the forward pass. For a 32B model with 64 blocks of width 5120 and 8 sequences of
-512 tokens in float32, all layers take 5.5 GB, and one layer takes 84 MB.
+``output_hidden_states=True`` of transformers would keep the activations of all layers
+until the end of the forward pass. For a 32B model with 64 blocks of width 5120 and 8
+sequences of 512 tokens in float32, all layers take 5.5 GB, and one layer takes 84 MB.
 """
 
 import json
@@ -46,7 +46,7 @@ _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:@(?P<revision>[\w./
 CHUNK = 8192  # rows of an output layer that are converted to float64 at a time
 Consume = Callable[[int, Tensor], None]
 """A function of (layer, z) that gets a layer's activations [B, N, F] on the model's
-device. It must not keep them.
+device. The function must not keep the activations.
 """
 Encode = Callable[[str], list[int]]
 Device = torch.device | Literal["auto"]
@@ -58,8 +58,8 @@ uses the first GPU. Without GPUs, the CPU is used.
 def find_device(name: str, dtype: torch.dtype = torch.float32) -> torch.device:
     """Return the device named by --device.
 
-    Raises ConfigError if this machine does not have it, or it does not support
-    ``dtype``.
+    Raises ConfigError if this machine does not have the device, or the device does not
+    support ``dtype``.
     """
     try:
         torch.empty(1, dtype=dtype, device=name)
@@ -133,8 +133,8 @@ def parse_id(name: str) -> HubModel | None:
 def find_snapshot(model: HubModel, code: bool) -> Path:
     """Return the model's folder in the cache, after downloading what is missing.
 
-    With ``code``, it includes Python files. If the hub does not answer, the cache is
-    used as it is. Raises ConfigError if the model cannot be found.
+    With ``code``, the folder includes Python files. If the hub does not answer, the
+    cache is used as it is. Raises ConfigError if the model cannot be found.
     """
     download = partial(snapshot_download, model.id, revision=model.revision)
     patterns = model.patterns(code)
@@ -153,8 +153,8 @@ def find_snapshot(model: HubModel, code: bool) -> Path:
             errors.RevisionNotFoundError: f"{model.id!r} has no revision {model.revision!r} on the Hugging Face hub",
             errors.RepositoryNotFoundError: f"{model.id!r} does not exist as a folder here or on the Hugging Face hub (a "
             "private model needs HF_TOKEN)",
-            # an error of requests or httpx (by the version of huggingface_hub), or of the
-            # disk
+            # an error of the disk, or of requests or httpx (depending on
+            # huggingface_hub)
             Exception: f"{model.id!r} cannot be fetched from the Hugging Face hub: {error}",
         }
         message = next(
@@ -241,8 +241,8 @@ class LoadedModel:
     def __call__(self, tokens: Tensor, consume: Consume) -> None:
         """Run the model on [B, N] token ids, and call ``consume`` for each layer.
 
-        The caller turns gradients off. Raises ConfigError if activations are not
-        [B, N, F]. (In XLNet, they are [N, B, F].)
+        The caller turns gradients off. Raises ConfigError unless activations are [B, N,
+        F]. (In XLNet, activations are [N, B, F].)
         """
 
         def take(layer: int, h: Tensor) -> None:
@@ -272,9 +272,10 @@ class LoadedModel:
 
 
 def find_blocks(body: nn.Module, count: int) -> list[nn.Module]:
-    """Return the blocks of a transformers model: an outermost list of ``count`` modules.
+    """Return the blocks of a transformers model: an outermost list of ``count``
+    modules.
 
-    If there are several such lists, it is the one with the most weights. Raises
+    If there are several such lists, the list with the most weights is returned. Raises
     ConfigError if there is none.
     """
     lists = outermost_lists(body, lambda modules: len(modules) == count)
@@ -294,7 +295,7 @@ def _weights(module: nn.Module) -> int:
 def hugging_face_layers(model: Any) -> LoadedModel:
     """Return an ``AutoModelForCausalLM`` as a model to measure.
 
-    Its output layer is not run, because its N × V logits are not needed.
+    The output layer is not run, because its N × V logits are not needed.
     """
     body = model.base_model
     config = model.config.get_text_config()
@@ -323,8 +324,8 @@ class Target:
     """A model whose weights are not loaded yet, and its tokenizer.
 
     Attributes:
-        path: path from which output files get their names: the folder of the run or the
-            model, or the id on the hub.
+        path: the folder of the run or the model, or the id on the hub. Output files get
+            their names from this path.
         max_tokens: tokens in the longest sequence; None means any number.
         encode: maps text to token ids without special tokens.
         special_tokens: the tokens that the tokenizer adds by default; for a run, the
@@ -358,9 +359,9 @@ def find_targets(
     """Return targets by unique names, from which output files get their names.
 
     Args:
-        names: each one is RUN (its newest checkpoint, or all with ``all_steps``),
-            RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION of the Hugging
-            Face hub. A repeated model counts once, at its first place.
+        names: each one is RUN (the newest checkpoint, or all checkpoints with
+            ``all_steps``), RUN/STEP, a Hugging Face folder, or MODEL or MODEL@REVISION
+            of the Hugging Face hub. A repeated model counts once, at its first place.
         tokenizer: folder that replaces the tokenizers of all models.
 
     Raises ConfigError if a name is not a model, or a tokenizer does not fit.
@@ -407,7 +408,8 @@ def _file_names(targets: Iterable[Target]) -> list[str]:
     """Return a unique name for each target: the last parts of its path, and its step or
     revision.
 
-    All names have the same number of parts, the smallest with which they are unique.
+    All names have the same number of parts, the smallest number that makes names
+    unique.
     """
     paths = [target.path.parts for target in targets]
     ends = [end_of_name(target) for target in targets]
@@ -436,7 +438,7 @@ def end_of_name(target: Target) -> str:
 def name_of(called: str, targets: Mapping[str, Target]) -> str:
     """Return the name in ``targets`` of the model that the user typed as ``called``.
 
-    If there are several steps of it, this is the newest one.
+    If there are several steps of this model, the name is that of the newest step.
     """
     steps = {
         name: target.step or 0
@@ -631,5 +633,5 @@ def _hf_special_tokens(tokenizer: Any) -> SpecialTokens:
                 before=tuple(with_special_tokens[:start]),
                 after=tuple(with_special_tokens[end:]),
             )
-    # The text's own tokens change next to special tokens, so that these are unknown.
+    # The text's own tokens change next to special tokens, which are then unknown.
     return SpecialTokens()

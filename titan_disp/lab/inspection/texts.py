@@ -28,12 +28,12 @@ from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.stores import FOLDER, is_hub_name
 from titan_disp.errors import ConfigError, DataError, counted, of_options, reported
 
-MOST = 64 << 20  # characters to read at most, so that large files take no longer
+MOST = 64 << 20  # most characters to read, so that large files take no longer
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
 # If so many documents have no text, the text field probably has another name.
 HOPELESS = 1000
 MARGIN = 8  # characters to read per token; English text has about four
-# characters of plain text that stay together: about four sequences of 512 tokens
+# Pieces of plain text have this many characters: about four sequences of 512 tokens.
 PIECE = 8192
 
 
@@ -50,9 +50,9 @@ def read_texts(
         text: file of documents (with a suffix of training data), or of plain UTF-8
             text. Plain text is cut at line ends into pieces of about 8192 characters. A
             folder is read as ``dataset``.
-        dataset: folder, file or glob of documents, or data set of the hub (hf:…). Of a
-            folder, the files for ``text_validation`` are read, or for ``c4_validation``
-            in a copy of C4.
+        dataset: folder, file or glob of documents, or data set of the hub (hf:…). In a
+            folder, only the files of ``text_validation`` are read, or those of
+            ``c4_validation`` in a copy of C4.
         seed: seed for the order of files and documents. Files are read in this order up
             to about 64 M characters.
         in_order: whether the documents of a file keep their order. Then each document
@@ -111,7 +111,7 @@ def read_texts(
 
 
 def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Yield lists of texts with at least ``size`` characters; the last one may have
+    """Yield lists of texts with at least ``size`` characters; the last list may have
     fewer.
     """
     group: list[str] = []
@@ -193,8 +193,8 @@ def cut_sequences(
     """Return token ids of texts, joined by blank lines and cut into sequences, [count,
     length] int64.
 
-    A short text gives fewer sequences, or a single shorter sequence if it does not fill
-    one. Raises ConfigError if the text has fewer than two tokens.
+    A short text gives fewer sequences, or a single shorter sequence if the text does
+    not fill one sequence. Raises ConfigError if the text has fewer than two tokens.
     """
     ids: list[int] = []
     for text in texts:
@@ -240,7 +240,7 @@ def _from(
     texts: Sequence[str], start: int, encode: Callable[[str], list[int]], length: int
 ) -> list[int]:
     """Return ``length`` token ids of the texts from index ``start`` on, or from an
-    earlier one if the texts end before.
+    earlier index if the texts end too soon.
     """
     characters = MARGIN * length
     while True:

@@ -1,8 +1,8 @@
 """Draws charts of training as SVG.
 
 The number of points is limited, and a run has the same style in all charts. Runs that
-differ only in their seeds are one line, their mean, in a band from the smallest to the
-largest value.
+differ only in their seeds are drawn as one line, the mean, in a band from the smallest
+to the largest value.
 """
 
 import io
@@ -34,8 +34,8 @@ POINTS = 3000  # most points of a chart with more than MANY lines
 SIZE = (5.6, 3.3)  # inches: half of a laptop's width, and readable on a phone
 TALL = (5.6, 4.2)  # inches: two charts above one another, or several maps
 MANY = 12  # most lines that are drawn with BINS points and bands
-# The first losses are so high that the others would look flat. The values of this first
-# fraction of a run do not affect the range of axis y.
+# The first losses are so high that the other losses would look flat. The values of this
+# first fraction of a run do not affect the range of axis y.
 BEGINNING = 0.05
 # With fewer points per line after the beginning, axis y shows all values.
 LEAST_POINTS = 30
@@ -115,9 +115,9 @@ class Line:
 def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list[Line]:
     """Return the lines of conditions, from the lines of runs.
 
-    The line of several seeds is their mean at the values of x that they share. If they
-    share fewer than two, each seed keeps its own line. ``place`` is the index of the run
-    in ``lines``, and that of the condition in the result.
+    The line of several seeds is the mean of their lines at shared values of x. With
+    fewer than two shared values, each seed keeps its own line. In ``lines``, ``place``
+    is the index of the run, and in the result, the index of the condition.
     """
     drawn: list[Line] = []
     for place, condition in enumerate(conditions):
@@ -140,7 +140,7 @@ def by_condition(conditions: Sequence[Condition], lines: Sequence[Line]) -> list
 def _mean_line(seeds: Sequence[Line]) -> Line | None:
     """Return the mean of several seeds' lines at the values of x that they share.
 
-    Returns None if there is only one line, or if they share fewer than two values.
+    Returns None if there is only one line, or if the lines share fewer than two values.
     """
     if len(seeds) < 2:
         return None

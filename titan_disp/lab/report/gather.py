@@ -71,7 +71,7 @@ class RunRecord:
     events: list[dict[str, Any]]
     condensation: dict[int, Measurement]  # by step
     validation: dict[int, float]  # loss by step
-    # record of failures in a row without a new checkpoint, or {}
+    # record of successive failures without a new checkpoint in between, or {}
     failures: dict[str, Any]
     problems: list[str]  # messages about files that could not be read
     ledger: list[str]  # lines that count used, skipped and left-out bytes of the data
@@ -172,7 +172,7 @@ def _read(path: Path, name: str, group: str | None) -> RunRecord:
         raise ConfigError(
             f"{str(path)!r} lacks config.json or metrics.jsonl: it is not a run's "
             "folder, the run has not logged anything yet, or TorchTitan's own trainer "
-            "wrote it, without a config.json; expected a job.dump_folder"
+            "wrote the folder; expected a job.dump_folder"
         )
     problems: list[str] = []
     try:
@@ -229,7 +229,7 @@ def gather(
     Raises ConfigError if a folder does not exist or is repeated, if a run cannot be read
     and ``left_out`` is None, or if no run can be read.
     """
-    folders: dict[Path, str | None] = {}  # the group of each
+    folders: dict[Path, str | None] = {}  # the group of each folder
     for path in paths:
         group, members = parse_group(str(path)) or (None, [str(path)])
         for folder in map(Path, members):

@@ -53,7 +53,7 @@ class Outcome:
     def mean(self, condition: Condition) -> str:
         """Return the mean over a condition's runs as text, or "–" if no run has a value.
 
-        It includes the standard error over several runs, unless ``is_relative``.
+        The text includes the standard error over several runs, unless ``is_relative``.
         """
         values = [
             self.values[place] for place in condition.places if place in self.values
@@ -117,7 +117,8 @@ class Headline:
         """The compared outcomes of the runs in ``places`` that have logged a row.
 
         These are a loss, the mean cosine, the dispersion loss if there is only one
-        condition, and the speed. All but the speed are left out if a run lacks them.
+        condition, and the speed. Each outcome except the speed is left out if a run
+        lacks it.
         """
         runs = {
             place: self.runs[place] for place in self.places if self.runs[place].rows
@@ -194,7 +195,7 @@ class Headline:
 
     def difference(self, outcome: Outcome, condition: Condition) -> Tile:
         """Return the mean difference between a condition and the baseline over pairs of
-        runs with the same seeds. The note has its 95 % interval.
+        runs with the same seeds. The note has the 95 % interval of this mean.
 
         The value is "–" if there is no such pair. A relative difference is the geometric
         mean of the ratios, minus 1, in percent.

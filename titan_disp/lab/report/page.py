@@ -46,7 +46,7 @@ from titan_disp.lab.report.series import (
 from titan_disp.templates import templates
 from titan_disp.text import duration, number
 
-MAPS = 2  # layer maps of the first screen, at most
+MAPS = 2  # the first screen has at most this many layer maps
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Report:
     """The runs of a page, and its pictures.
 
     If all runs have the same number of tokens per step, the reader of the page can
-    choose steps or tokens for the x axes. Otherwise, they are tokens.
+    choose steps or tokens for the x axes. Otherwise, x axes show tokens.
     """
 
     runs: Sequence[RunRecord]
@@ -127,7 +127,7 @@ class Report:
 
     @property
     def ceiling(self) -> float | None:
-        """The highest possible dispersion loss, or None if runs differ in it."""
+        """The highest possible dispersion loss, or None if it differs between runs."""
         if len(self.formulas) == 1 and self.formulas[0] is not None:
             return self.formulas[0].ceiling
         return None
@@ -278,7 +278,8 @@ def render(
 def _drawable(
     runs: Sequence[RunRecord], written: float, left_out: list[str]
 ) -> list[RunRecord]:
-    """Return the runs that can be drawn, and append to ``left_out`` why others cannot.
+    """Return the runs that can be drawn, and append to ``left_out`` why other runs
+    cannot.
 
     Raises ConfigError if no run can be drawn.
     """
@@ -298,7 +299,8 @@ def _drawable(
 
 
 def _scores(evaluation: Path | None) -> list[list[str]]:
-    """Return the lines of an evaluation, as ``beside`` returns them; [] without one.
+    """Return the lines of an evaluation, as ``beside`` returns them; [] without an
+    evaluation.
 
     Raises ConfigError if the results cannot be read.
     """
@@ -317,7 +319,7 @@ def write_report(
     paths: Sequence[str | Path], out: str | Path, evaluation: Path | None = None
 ) -> Path:
     """Write the page about runs (``paths`` as for ``gather``) and their evaluation, and
-    return its path.
+    return the page's path.
 
     Raises ConfigError if no run can be read or drawn, or the page cannot be written.
     """

@@ -51,7 +51,7 @@ def xlabel_of(runs: Sequence[RunRecord]) -> str:
 
 
 def per_step(run: RunRecord, xlabel: str) -> float:
-    """Return by how much x grows in a step of the run, or NaN if this is unknown."""
+    """Return the growth of x in a step of the run, or NaN if the growth is unknown."""
     if xlabel == "tokens":
         return run.tokens_per_step
     return 1.0

@@ -117,7 +117,7 @@ def percent(spent: Goodput) -> str:
 
 def goodput(run: RunRecord) -> Goodput:
     """Return how all starts together spent their time; all zeros if the run did not
-    record it.
+    record the time.
     """
     return together(run.goodputs)
 

@@ -75,9 +75,10 @@ def check_metric(name: str) -> None:
     if name not in LABELS and (quantity not in BY_PART or part not in PARTS):
         raise ConfigError(
             f"the metric is {name!r} (--metric, or sweep.metric in the file), "
-            f"expected {', '.join(LABELS)}, or {', '.join(BY_PART)}, each with a part "
-            "of the model such as mean_cosine.middle_blocks (the parts are "
-            f"{', '.join(PARTS)}; the default is blocks, which means all of them)"
+            f"expected {', '.join(LABELS)}, or a statistic such as mean_cosine or "
+            "mean_cosine.middle_blocks. Statistics are "
+            f"{', '.join(BY_PART)}. Parts of the model are {', '.join(PARTS)}. Without "
+            "a part, a statistic is the mean over all blocks"
         )
 
 
@@ -89,8 +90,8 @@ def label(name: str) -> str:
 
 
 def final_metric(run: Path, name: str) -> float | None:
-    """Return a metric at the end of a run, or None if it was not measured there or is
-    not finite.
+    """Return a metric at the end of a run, or None if the metric was not measured at
+    the end or is not finite.
 
     Cross-entropies are in nats, and angles are fractions of π. ``validation`` is
     TorchTitan's validation loss. ``cross_entropy`` and the statistics of cosines are
@@ -167,12 +168,12 @@ class Condition:
 
     name: str
     members: tuple[Member, ...]
-    # from the baseline; None for the baseline, and if it cannot be computed
+    # difference from the baseline; None for the baseline, or if it cannot be computed
     difference: Difference | None = None
 
     @property
     def values(self) -> dict[Seeds, float]:
-        """The values of the metric by seeds, without points that have none."""
+        """The values of the metric by seeds, without points that have no value."""
         return {
             member.seeds: member.value
             for member in self.members
@@ -208,9 +209,9 @@ def compare(
     """Return the conditions of a sweep with a metric of ``final_metric`` and their
     differences from the condition ``against``.
 
-    By default, both are those of the sweep's file. If it names no metric, the first of
-    ``DEFAULTS`` that a run has is used. Raises ConfigError if there is no such metric or
-    condition.
+    By default, the sweep's file names the metric and ``against``. If the file names no
+    metric, the first of ``DEFAULTS`` that a run has is used. Raises ConfigError if
+    there is no such metric or condition.
     """
     chosen_metric = metric or sweep.metric
     against = against or sweep.against
@@ -245,7 +246,7 @@ def compare(
 def _member(point: Point, metric: str) -> Member:
     """Return a point with its metric, or with the reason why the metric is missing.
 
-    A run that cannot be read is such a reason, and no error, so that the others are
+    A run that cannot be read gives a reason, not an error, so that the other runs are
     compared.
     """
     value = None
@@ -273,8 +274,8 @@ def with_differences(
         return list(conditions)
     by_seed = {condition.name: condition.values for condition in conditions}
     differences = differences_over_seeds(by_seed, against)
-    # A single pair has no p value, but Holm would count it as a comparison. 0 pairs mean
-    # Welch's t-test, which has a p value.
+    # A single pair has no p value, but Holm would count the pair as a comparison. 0
+    # pairs mean Welch's t-test, which has a p value.
     comparable = {name: test for name, test in differences.items() if test.pairs != 1}
     adjusted = with_holm(list(comparable.values()))
     differences |= dict(zip(comparable, adjusted, strict=True))

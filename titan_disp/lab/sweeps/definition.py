@@ -21,7 +21,7 @@ KNOWN = {
     "[sweep]": ("config", "folder", "overrides", "against", "metric"),
     "[[points]]": ("name", "overrides", "grid"),
 }
-# names of points: valid file names on all systems, which do not look like an option
+# Names of points are valid file names on all systems, and do not look like an option.
 SAFE = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 # the types of values that TorchTitan's command line accepts
 VALUE = str | float | list[float] | list[str] | list[list[str]]
@@ -166,8 +166,8 @@ def _overrides(value: Any, where: str) -> tuple[str, ...]:
         key = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("--") and key in OURS:
             raise ConfigError(
-                f"{where} has {word!r}, which the sweep sets itself: sweep.config and "
-                "sweep.folder"
+                f"{where} has {word!r}, which the sweep sets itself, from sweep.config "
+                "and sweep.folder"
             )
     return tuple(value)
 
@@ -228,7 +228,7 @@ def _is(value: Any, expected: Any) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """Return the strings of a list, and those of lists in it; [] for other values."""
+    """Return the strings of a list and of the lists in it; [] for other values."""
     strings = []
     if isinstance(value, list):
         for element in value:

@@ -3,7 +3,7 @@ SLURM jobs.
 
 The config of each point is checked and written before the point runs. docs/sweeps.md
 lists the files of a point. points.json lists the points in the order in which they were
-first prepared; the tasks of a SLURM array are indices into this list.
+first prepared. The tasks of a SLURM array are indices into this list.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ RECORD = "point.json"
 CONFIG = "point.toml"
 LIST = "points.json"
 FAILED = "failed.json"  # written by ``runner``
-NAMED = 5  # problems that a message lists at most
+NAMED = 5  # a message lists at most this many problems
 # Beginnings of the keys that check_inputs and check_device read
 READ_BY_CHECKS = (
     "model.",
@@ -119,9 +119,9 @@ class Prepared:
     """A point whose config has been checked and written."""
 
     point: Point
-    # CONFIG and overrides of its training, as recorded when the point was first prepared
+    # CONFIG and overrides of the training, recorded when the point was first prepared
     argv: tuple[str, ...]
-    steps: int  # of the whole run
+    steps: int  # number of steps of the whole run
     checkpoints: str  # name of the checkpoint folder in the run folder
     place: int = -1  # index in points.json
 
@@ -129,8 +129,8 @@ class Prepared:
 def prepare(
     sweep: Sweep, world_size: int, inputs: bool = True, write: bool = True
 ) -> list[Prepared]:
-    """Check the configs of all points for ``world_size`` ranks, write those of points
-    that have not started, and return the points.
+    """Check the configs of all points for ``world_size`` ranks, write the configs of
+    points that have not started, and return the points.
 
     Configs that an earlier call checked are not loaded again, because each takes a
     quarter of a second. With ``inputs``, the tokenizer and the data of unfinished points
@@ -138,7 +138,7 @@ def prepare(
     written.
 
     Raises ConfigError before anything is written if a config cannot work, or differs
-    from the one with which its point was started.
+    from the config with which its point was started.
     """
     preparation = _Preparation(world_size, inputs)
     problems: list[str] = []
@@ -192,7 +192,7 @@ class _Preparation:
         ):
             self.checked.append((point, before))
             return
-        if not (point.folder / EVENTS).exists():  # it has not started, and may change
+        if not (point.folder / EVENTS).exists():  # not started: the config may change
             before = None
         job_config = _load(point)
         resolve_tables(job_config)
@@ -234,8 +234,8 @@ class _Preparation:
         """Return a key of the settings that the checks of inputs read, or None if these
         checks are not needed.
 
-        They are not needed if the point has finished, or another point with the same
-        settings was checked.
+        These checks are not needed if the point has finished, or another point with the
+        same settings was checked.
         """
         if not self.inputs or state(point.folder)[0] == "finished":
             return None
@@ -287,7 +287,7 @@ def _record(point: Point) -> dict[str, Any] | None:
             raise ConfigError(
                 f"{str(point.folder)!r} already exists and is not a point of this "
                 f"sweep (it has no {RECORD}): give the sweep another folder, or move "
-                "that one away"
+                "the existing folder away"
             )
         return None
     try:
@@ -351,7 +351,7 @@ SCRIPT = SCRIPTS / "sweep.sbatch"
 def submit(sweep: Sweep, options: SweepOptions) -> int:
     """Submit the unfinished points as a SLURM array, and return sbatch's exit status.
 
-    Before this, all points are checked, and the plan of the first one is printed. It is
+    First, all points are checked, and the plan of the first point is printed. It is
     safe to submit again while an array waits or runs: the second of two tasks with the
     same point ends at once.
     """
@@ -376,7 +376,7 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
     line = command(options, [str(sweep.folder)], SCRIPT, [array])
     if not options.dry_run:
         for entry in todo:
-            # A failed start on this machine may have left the file.
+            # A failed start on this machine may have left this file.
             (entry.point.folder / FAILED).unlink(missing_ok=True)
     return send(line, options.dry_run)
 

@@ -2,8 +2,8 @@
 with one core per rank.
 
 Finished points are skipped. An interrupted point continues from its newest checkpoint,
-or starts again in the same run folder if it has none, as with ``titan-disp train``. No
-checkpoint is ever deleted here.
+or starts again in the same run folder if there is no checkpoint, as with ``titan-disp
+train``. No checkpoint is ever deleted here.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ LOG = "sweep.log"
 LOCK = ".point.lock"  # the run itself takes another lock
 PAUSE = 0.2  # seconds between checks of the processes
 REPORT = 60.0  # seconds between progress lines
-# seconds to wait at the end for points that other processes use: these may be ending
+# seconds to wait at the end for points that other processes use, which may be ending
 IN_USE = 60.0
 GRACE = 300.0  # seconds for the current step and its save, before processes are killed
 ERROR_PREFIX = "titan-disp: error: "
@@ -51,7 +51,7 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a point in this call."""
+    """The outcome of a point in this call."""
 
     name: str
     # "finished" in this call or before; "stopped" early without an error
@@ -62,12 +62,11 @@ class Result:
 def run(
     sweep: Sweep, jobs: int = 1, nproc: int = 1, module: str = "titan_disp.train"
 ) -> list[Result]:
-    """Train all unfinished points, and return one result per point, in the sweep's
-    order.
+    """Train all unfinished points, and return a result per point, in the sweep's order.
 
     ``jobs`` points run at a time, each as ``module`` on ``nproc`` ranks. Progress and
-    the remaining time are printed. SIGINT, SIGTERM or SIGHUP stops the sweep: the points
-    in training save and end. A second signal kills them.
+    the remaining time are printed. SIGINT, SIGTERM or SIGHUP stops the sweep: the
+    points in training save and end. A second signal kills these points.
 
     Raises ConfigError before any point runs if a config cannot work.
     """
@@ -140,7 +139,7 @@ class _Training:
     lock: Lock
     slot: int  # 0 to jobs − 1; determines the GPUs
     began: float  # seconds since the epoch
-    first_step: int  # the step of the checkpoint that it started from, or 0
+    first_step: int  # step of the checkpoint that the point started from, or 0
     log_begin: int  # bytes of the log before this start
 
 
@@ -160,12 +159,12 @@ class _Runner:
         self.signals = 0
 
     def close(self) -> None:
-        """Kill the processes that still run, which there are only after an exception."""
+        """Kill the processes that still run. Without an exception, there are none."""
         for training in self.training:
             _kill(training)
 
     def heard(self, number: int, frame: object) -> None:
-        """Count a signal; ``run`` acts on it."""
+        """Count a signal, on which ``run`` acts."""
         self.signals += 1
 
     def run(self) -> dict[str, Result]:
@@ -338,8 +337,8 @@ class _Runner:
     def _progress(self, elapsed: float) -> str:
         """Return a line with the number of points in each state and the remaining time.
 
-        ``elapsed`` are the seconds since the start. The time assumes the speed so far,
-        in steps of all points.
+        ``elapsed`` are the seconds since the start. The remaining time assumes the
+        speed so far, in steps of all points.
         """
         steps_in_progress = sum(map(_steps_done, self.training))
         remaining = sum(prepared.steps for prepared in self.todo) - steps_in_progress
@@ -408,7 +407,8 @@ def _devices(slot: int, nproc: int) -> Mapping[str, str]:
 def _end_with_parent() -> None:
     """Ask Linux to send SIGTERM to this process when the sweep is killed.
 
-    It runs in the child before exec. On SIGTERM, the training saves and ends.
+    This function runs in the child before exec. On SIGTERM, the training saves and
+    ends.
     """
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
