@@ -152,7 +152,8 @@ def _start_ranks(
                 f"little memory. The same command {then}"
             )
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
-        if reason := _last_error(logs, rank):
+        reason = _last_error(logs, rank)
+        if reason and reason != _last_error(logs, 0):  # rank 0 has printed its own
             print(reason, file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     if stop.number:
