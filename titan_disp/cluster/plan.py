@@ -391,6 +391,10 @@ def find_machine(machine: Machine) -> Machine:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {number:g}, expected a number > 0"
             )
+    memory = machine.gpu_memory
+    flops = machine.gpu_flops
+    if not machine.gpu and memory and flops:
+        machine = replace(machine, gpu=f"GPU ({memory:g} GB, {flops:g} TFLOP/s)")
     gpu = cost.find_gpu(machine)
     check_least(machine, nodes=1, gpus_per_node=1)
     if not 0 < machine.mfu <= 1:

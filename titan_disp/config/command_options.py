@@ -72,8 +72,8 @@ class Nodes:
     """
     gpu: str = ""
     """kind of GPU for the plan: A100, H100, H200, MI250X-GCD, MI300X, RTX3090, RTX4090
-    or RTX5090, or any other name with --gpu-memory and --gpu-flops. The default is this
-    computer's, or H100 if it has none.
+    or RTX5090, or any other with --gpu-memory and --gpu-flops, which then needs no name.
+    The default is this computer's, or H100 if it has none.
     """
 
 
