@@ -469,6 +469,8 @@ def test_a_negative_lambda():
 
 
 WRONG = {
+    "model is a str, expected a torch.nn.Module: load it first": lambda: attach("gpt2"),
+    "model is a type, expected a torch.nn.Module": lambda: attach(nn.Linear),
     "coeff is nan, expected a finite number": lambda: attach(encoder(), coeff=math.nan),
     "coeff is -inf, expected": lambda: attach(encoder(), coeff=-math.inf),
     "block layers.0 returns a dict of q [4, 12, 16] and k [4, 12, 16], expected a tensor": lambda: (

@@ -182,7 +182,7 @@ class attach(AbstractContextManager["attach"]):
             loss of its last run.
 
     Raises:
-        TypeError: an option is unknown.
+        TypeError: ``model`` is no module, or an option is unknown.
         ValueError: the blocks are not found or are ambiguous, their outputs are [N, B,
             F], or an option is wrong.
     """
@@ -195,6 +195,11 @@ class attach(AbstractContextManager["attach"]):
         variant: str | Variant = "angular",
         **options: Any,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}, expected a torch.nn.Module: load "
+                "it first, as with AutoModelForCausalLM.from_pretrained"
+            )
         check_coeff("coeff", coeff)
         if warning := condensing(coeff):
             warnings.warn(warning, stacklevel=2)
