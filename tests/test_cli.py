@@ -220,9 +220,9 @@ def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     monkeypatch.chdir(tmp_path)
     started = []
-    done = SimpleNamespace(returncode=3)
+    done = SimpleNamespace(returncode=3, stderr="")
     monkeypatch.setattr(
-        launch.subprocess, "run", lambda line, env: started.append(line) or done
+        launch.subprocess, "run", lambda line, **_: started.append(line) or done
     )
     own = f"--nodes 2 --gpus-per-node 0 --site={ROOT}/slurm/sites/local_cpu.sh --sbatch time=1:00:00"
     assert typed(monkeypatch, "submit", DEMO, *among(own)) == 3

@@ -88,7 +88,7 @@ def test_a_container_has_a_python_of_its_own(monkeypatch, name):
 
 
 def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
-    sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0))
+    sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0, stderr=""))
     monkeypatch.setattr(launch.subprocess, "run", sbatch)
     options = (
         "--sbatch",
@@ -314,6 +314,38 @@ def test_a_dry_run_looks_at_the_run_folder(command, monkeypatch, tmp_path):
         assert f"warning: job.dump_folder '{folder}' is not writable: " in out
     assert command(80, "--job.dump_folder", "a/b")[0] == 0
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+REFUSED = "sbatch: error: Batch job submission failed: {}"
+
+
+@pytest.mark.parametrize("before", ["", "run", "run/launch/earlier", "run/notes"])
+@pytest.mark.parametrize(
+    ("script", "remains"),
+    [
+        (f"echo {REFUSED.format('Invalid account')} >&2; exit 1", False),
+        # The job may be in the queue
+        (f"echo {REFUSED.format('Socket timed out')} >&2; exit 1", True),
+        ("echo Submitted batch job 7; exit 1", True),  # --wait, and the job has failed
+        (None, False),  # no sbatch
+    ],
+)
+def test_a_refused_job_leaves_no_launch_folder(
+    command, monkeypatch, tmp_path, before, script, remains
+):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    if script:
+        (programs / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+        (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    (tmp_path / before).mkdir(parents=True, exist_ok=True)
+    files = {*tmp_path.rglob("*")}
+    code, _, err = command(80, "--job.dump_folder", "run", dry_run=False)
+    assert code == (1 if script else 2)
+    assert ("submission failed" in err) == ("submission failed" in str(script))
+    assert ({*tmp_path.rglob("*")} == files) is not remains
+    assert {*tmp_path.rglob("*")} >= files
 
 
 @pytest.mark.parametrize(

@@ -391,20 +391,41 @@ def command(
     return ["sbatch", *sbatch_options(options, more), str(script), *arguments]
 
 
-def send(line: Sequence[str], dry_run: bool) -> int:
+def send(
+    line: Sequence[str], dry_run: bool, undo: Callable[[], object] = lambda: None
+) -> int:
     """Print an sbatch command, run it unless this is a dry run, and return the exit
-    status.
+    status. ``undo`` is called if sbatch refuses the job.
     """
     print(f"\n{shlex.join(line)}", flush=True)
     if dry_run:
         return 0
     try:
-        return subprocess.run(line, env=os.environ).returncode
+        done = subprocess.run(
+            line, env=os.environ, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
     except FileNotFoundError as error:
+        undo()
         raise ConfigError(
             "there is no sbatch on this machine: submit from a login node, or use "
             "--dry-run"
         ) from error
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    # After a time-out, there may be a job. With --wait, the status is that of the job.
+    if "submission failed" in done.stderr and "timed out" not in done.stderr:
+        undo()
+    return done.returncode
+
+
+def _remove_launch(folder: Path, is_run_new: bool) -> None:
+    """Remove a launch folder, and the folders above it that are empty now: RUN/launch,
+    and if ``is_run_new``, RUN.
+    """
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # not empty
+        folder.parent.rmdir()
+        if is_run_new:
+            folder.parent.parent.rmdir()
 
 
 def _look_at(run: Path) -> None:
@@ -466,8 +487,13 @@ def submit(options: SubmitOptions) -> int:
             command(options, [options.config, *options.overrides]), dry_run=True
         )
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    is_run_new = not Path(job_config.job.dump_folder).exists()
     folder = freeze(job_config, options.argv, name, sbatch_options(options), site)
     frozen = json.loads((folder / "launch.json").read_text(errors="surrogateescape"))[
         "argv"
     ]
-    return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)
+    return send(
+        command(options, frozen, folder / "slurm" / SCRIPT),
+        dry_run=False,
+        undo=lambda: _remove_launch(folder, is_run_new),
+    )
