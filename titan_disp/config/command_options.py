@@ -244,7 +244,9 @@ class InitOptions:
     tokenizer: OptionalPath = None
     """folder of a tokenizer. The default is to train one on the text."""
     allow_loss: bool = False
-    """go on although more than 1 % of the bytes cannot be used."""
+    """go on although more than 1 % of the bytes cannot be used, or more than half of the
+    text is in files that are not read.
+    """
     model: Literal["qwen3_disp", "llama_disp"] = "qwen3_disp"
     """architecture (model.name). Its size follows from the text and the time."""
     minutes: OptionalFloat = None
