@@ -224,7 +224,7 @@ def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         launch.subprocess, "run", lambda line, **_: started.append(line) or done
     )
-    own = f"--nodes 2 --gpus-per-node 0 --site={ROOT}/slurm/sites/local_cpu.sh --sbatch time=1:00:00"
+    own = f"--nodes 2 --gpus-per-node 0 --inputs-on-nodes --site={ROOT}/slurm/sites/local_cpu.sh --sbatch time=1:00:00"
     assert typed(monkeypatch, "submit", DEMO, *among(own)) == 3
     (line,) = started
     assert line[:3] == ["sbatch", "--nodes=2", "--time=1:00:00"]

@@ -29,6 +29,7 @@ from titan_disp.checks import check_device, check_inputs, check_ranks
 from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.command_options import (
+    Machine,
     SlurmOptions,
     SubmitOptions,
     TrainOptions,
@@ -36,7 +37,7 @@ from titan_disp.config.command_options import (
 )
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import CheckpointError, ConfigError, RefusedError
+from titan_disp.errors import CheckpointError, ConfigError, Problems, RefusedError
 from titan_disp.files import cores
 from titan_disp.run import dry
 from titan_disp.run.folder import writing
@@ -428,6 +429,20 @@ def _remove_launch(folder: Path, is_run_new: bool) -> None:
             folder.parent.parent.rmdir()
 
 
+def plan_job(job_config: JobConfig, machine: Machine, options: SlurmOptions) -> str:
+    """Return the text of a job's plan.
+
+    Raises ConfigError if inputs are missing, unless only the compute nodes have them. On
+    a machine without sbatch, which may have other disks than the cluster, the plan only
+    warns.
+    """
+    missing = Problems(collect=True)
+    plan = make_plan(job_config, machine, missing=missing)
+    if shutil.which("sbatch") is not None and not options.inputs_on_nodes:
+        missing.refuse("If only the compute nodes have it, add --inputs-on-nodes")
+    return render(plan)
+
+
 def _look_at(run: Path) -> None:
     """Check that a run folder can be written, by creating and removing a temporary folder.
 
@@ -478,7 +493,7 @@ def submit(options: SubmitOptions) -> int:
     nproc = os.environ.get("TITAN_DISP_NPROC", "")
     if nproc.isdecimal() and int(nproc):  # ranks per node, whatever its GPUs
         training = dataclasses.replace(training, gpus_per_node=int(nproc))
-    print(render(make_plan(job_config, training)), flush=True)
+    print(plan_job(job_config, training, options), flush=True)
     _warn_of_refusal(job_config)
     site = site_file(options.site)
     if options.dry_run:

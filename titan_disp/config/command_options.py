@@ -116,7 +116,11 @@ class SlurmOptions(Nodes):
     """
     dry_run: bool = False
     """print the sbatch command instead of running it. On a machine with sbatch, the run
-    folder must be writable.
+    folder must be writable, and data and tokenizer must exist.
+    """
+    inputs_on_nodes: bool = False
+    """submit although data, tokenizer or weights are missing on this machine, because
+    the compute nodes have them.
     """
 
     @property
