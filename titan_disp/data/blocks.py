@@ -24,9 +24,11 @@ class Blocks:
     file of Megatron-LM, whose .idx says where each document is.
     """
 
-    # [B + 1] int64, the number of documents before each block, and in the whole file
+    # [B + 1] int64, the number of documents before each block; the last entry is the
+    # number of documents in the file
     first: np.ndarray
-    # [B + 1] int64, where each block begins, and where the last one ends
+    # [B + 1] int64, the place where each block begins; the last entry is the place
+    # where the last block ends
     places: np.ndarray
 
     def __len__(self) -> int:
@@ -41,8 +43,8 @@ def permutation(key: int, count: int) -> list[int]:
     gives no number twice. The generator is written out here because the order must not
     change with the version of Python or numpy.
     """
-    increment = np.uint64(STEP)  # SplitMix64 uses the same number
-    # Modulo 2⁶⁴
+    increment = np.uint64(STEP)  # also SplitMix64's increment
+    # The sum is modulo 2⁶⁴.
     z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -53,8 +55,9 @@ class Visits:
     """The order in which a pass visits the blocks of a file.
 
     Attributes:
-        dealt: whether blocks are dealt out to the slots, instead of documents.
-        first: the number of documents before each visit, and in the whole file.
+        dealt: whether slots own whole blocks, instead of single documents.
+        first: the number of documents before each visit; the last entry is the number
+            of documents in the file.
         spans: for each visit, the places where its block begins and ends.
     """
 

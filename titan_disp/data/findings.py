@@ -48,7 +48,8 @@ from titan_disp.files import atomic_write
 
 VERSION = 1
 DATA = "data.json"  # in a run's folder
-DOCUMENTS = 20  # most documents of a file to look at, until one can be used
+# A look at a file ends at its first usable document, or after this many documents.
+DOCUMENTS = 20
 # A shared file system takes milliseconds for each file.
 THREADS = 16
 # Stored bytes that are read to measure a file's density. They must be more than buffers
@@ -243,7 +244,8 @@ def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
             list(formats.parquet_records(table, options, 1, 0, 0))
     except formats.OtherContent as error:
         return Look(problem=str(error))
-    except Exception as error:  # httpx, huggingface_hub and pyarrow raise their own
+    except Exception as error:
+        # httpx, huggingface_hub and pyarrow raise errors of their own types.
         return Look(unseen=first_line(error))
     return Look()
 

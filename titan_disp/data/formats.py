@@ -29,7 +29,7 @@ from titan_disp.data.options import Format, StreamOptions
 
 
 def _and_compressed(*suffixes: str) -> tuple[str, ...]:
-    """Return suffixes of plain files, and those of the same files compressed."""
+    """Return suffixes of uncompressed files, and the compressed files' suffixes."""
     packed = []
     for ending in COMPRESSED:
         packed += [suffix + ending for suffix in suffixes]
@@ -49,7 +49,7 @@ NAMES = (
     "*.json, *.jsonl, *.ndjson, *.csv, *.tsv, *.txt (each also .gz or .zst), "
     "*.parquet, *.arrow, *.npy, *.bin"
 )
-# ``datasets`` writes these files about its Arrow files, beside them.
+# ``datasets`` writes these descriptions beside its Arrow files.
 _ABOUT_ARROW = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
@@ -218,7 +218,7 @@ class Empty(BadDocument):
 
 
 class Garbage(BadDocument):
-    """The document is not JSON, not UTF-8, or no row of its table.
+    """The document is not JSON, not UTF-8, or not a row of its table.
 
     Flipped bytes in a compressed file make many such documents in a row.
     """
@@ -388,7 +388,8 @@ _DRAIN = 1 << 20  # bytes of a too long line that are read at a time
 
 
 def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream with line breaks, without a byte-order mark.
+    """Yield the lines of a binary stream. Lines keep their line breaks, but a
+    byte-order mark is removed.
 
     A BadDocument stands for a line of more than ``max_bytes``, which is never in memory
     as a whole.
@@ -441,8 +442,8 @@ def table_rows(
 ) -> Iterator[str | BadDocument]:
     """Yield the texts in one column of a CSV or TSV table.
 
-    Raises OtherContent if there is no such column, and DamagedFile where the rest is not
-    a table.
+    Raises OtherContent if there is no such column, and DamagedFile where the rest of
+    the file is not a table.
     """
     most = _LONGEST_ROW * max_bytes
     csv.field_size_limit(max(most, csv.field_size_limit()))
@@ -547,7 +548,7 @@ def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
 
 def _decoded(text: bytes) -> str | BadDocument:
-    """Return a text, or why it cannot be used if it is not UTF-8."""
+    """Return the decoded text, or a BadDocument if the text is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:

@@ -38,7 +38,7 @@ class StreamOptions:
     shuffle_window: int = 0
     index: str = ""  # folder of the data's index, or "memory"
     left_out: tuple[str, ...] = ()  # names of files
-    run_folder: str = ""  # to which a start writes ``findings.RunData``
+    run_folder: str = ""  # each start writes ``findings.RunData`` there
     on_bad_data: str = "skip"  # or "fail"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20

@@ -22,7 +22,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Position
 
 PROGRESS_SECONDS = 10.0  # between two reports of ``Passes.seek``
-# a shuffling window holds fewer documents if they are longer than this on average
+# bytes; a shuffling window of longer documents (on average) holds fewer of them
 DOCUMENT_BYTES = 1 << 13
 
 
@@ -58,7 +58,7 @@ class _Queue:
     start: int  # index of the first document that the slot wants
     documents: deque[tuple[int, Record]] = field(default_factory=deque)  # with indices
     size: int = 0  # bytes of these documents
-    fed: bool = True  # whether the pass still adds documents
+    fed: bool = True  # whether the pass still adds documents to the queue
 
 
 class _Pass:
@@ -142,7 +142,7 @@ class _Pass:
         have been read.
 
         A slot that fills its shuffling window reads a window ahead of the others. The
-        second term allows for that.
+        second term is the size of these windows.
         """
         options = self.documents.options
         mean = min(self._read_bytes / self._read, DOCUMENT_BYTES)

@@ -89,7 +89,7 @@ def arrivals(
 
 
 class Worker:
-    """A prefetch worker that starts before it is known what to read."""
+    """A prefetch worker that starts before the rank knows what must be read."""
 
     def __init__(self, options: StreamOptions, batch: int) -> None:
         """Fork this process. The worker waits for ``send`` and ``begin``.
@@ -100,7 +100,7 @@ class Worker:
         self._arrivals = arrivals(
             partial(_sent_streams, receiver, self._sender), options, batch
         )
-        receiver.close()  # this process needs only the sender: the worker has a copy
+        receiver.close()  # only the worker, which has a copy, needs the receiver
 
     def send(self, open_streams: OpenStreams) -> None:
         """Send the function that opens the streams. This is done before the positions
@@ -129,6 +129,8 @@ def _sent_streams(receiver: Connection, sender: Connection) -> RankStreams:
 
     Raises EOFError if the rank ends without them.
     """
-    sender.close()  # otherwise the pipe would have no end: the worker has a copy of it
+    # The worker has a copy of the sender. If the copy stayed open, ``recv`` would wait
+    # forever after the rank's end.
+    sender.close()
     open_streams: OpenStreams = receiver.recv()
     return open_streams(positions=receiver.recv())

@@ -40,7 +40,8 @@ class Shuffle:
         # The unused documents of the window, the next one last. They are in UTF-8,
         # because a str may take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
-        self._start = cursor.position.values.copy()  # of the next document
+        # the position before the next document
+        self._start = cursor.position.values.copy()
         self._used = cursor.position.rewind_window()
 
     def next(self) -> Document:

@@ -346,7 +346,8 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             )
 
 
-MOST_AMPLIFIED = 4.0  # a warning is given above this; C4's files on 640 ranks have 1.6
+# A warning is given above this amplification. With C4's files on 640 ranks, it is 1.6.
+MOST_AMPLIFIED = 4.0
 MUCH = 1e9  # bytes that a rank reads in an epoch
 # After about 16 epochs, more epochs teach a model little (Muennighoff et al. 2023,
 # arXiv 2305.16264).
@@ -359,7 +360,7 @@ BYTES_PER_ID = 2  # of token ids, approximately
 class Reading:
     """How a run reads the files of a source."""
 
-    source: str  # empty if there is only one
+    source: str  # its name; empty if there is only one source
     ranks: int
     files: int
     # stored bytes that all ranks together read in an epoch, divided by the stored bytes

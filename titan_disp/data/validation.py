@@ -177,9 +177,9 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """Run TorchTitan's validation loop on our data.
+    """Runs TorchTitan's validation loop on our data.
 
-    The parent's ``__init__`` would build TorchTitan's loader.
+    The parent's ``__init__``, which would build TorchTitan's loader, is not called.
     """
 
     # Returns the context in which to validate at a step. titan_disp.train sets it, to
