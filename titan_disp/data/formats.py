@@ -321,8 +321,8 @@ def _field_of(record: Any, field: str) -> str:
         raise OtherShape(f"it is {_ARRAY}")
     if not isinstance(record, dict):
         raise OtherShape(
-            f'no field "{field}", because it is {_type_name(record)}; expected a JSON '
-            "object"
+            f'no field "{field}", because the document is {_type_name(record)}; '
+            "expected a JSON object"
         )
     path = [field] if field in record else field.split(".")
     value: Any = record

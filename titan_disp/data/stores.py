@@ -317,7 +317,10 @@ def splits_in(
         elif lacks:
             names = ask(get_dataset_config_names)
             example = str(replace(name, config=names[0]))
-            problem = f"it has {lacks}, only {', '.join(names)}; such as {example!r}"
+            problem = (
+                f"it has {lacks}, only {', '.join(names)}; name one, such as "
+                f"{example!r}"
+            )
         elif commit is None:
             problem = (
                 f"datasets cannot read this folder ({problem}); expected a mirror, as "
@@ -344,8 +347,8 @@ def files_of_split(
     if split not in splits:
         example = str(replace(name, split=next(iter(splits), "SPLIT")))
         raise ConfigError(
-            f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as "
-            f"{example!r}"
+            f"{where}: it has no split {split!r}, only {', '.join(splits)}; name "
+            f"one, such as {example!r}"
         )
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not is_readable(path)]:
