@@ -1,6 +1,6 @@
 """``Assignment`` decides which documents each slot reads in each epoch.
 
-This module reads no file. The result depends on the files, the number of slots, the
+This module reads no file. The assignment depends on the files, the number of slots, the
 seed and the epoch, but not on the number of ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
@@ -28,7 +28,7 @@ rank skips the blocks of other ranks (see ``blocks``).
 
 With several sources ([[stream.sources]]), each source has its own slots, lines and
 epochs, as if it were alone. Its name is part of its files' names, so that two sources
-with the same files read them in different orders.
+read the same files in different orders.
 """
 
 import hashlib
@@ -198,9 +198,8 @@ class Share:
 class _Source:
     """The runs of one source's slots.
 
-    Outside of this class, the slots of all sources are numbered consecutively, and the
-    files of all sources are, too. This source's numbers begin at ``first_slot`` and
-    ``first_file``.
+    Outside of this class, slots are numbered consecutively over all sources, and so are
+    files. This source's numbers begin at ``first_slot`` and ``first_file``.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Blocks are the places in a file where reading can begin.
 
-The index of the data finds the blocks (``index``).
+``titan-disp data index`` finds the blocks (``index``).
 
-A pass visits a file's blocks in an order that changes with the epoch, which mixes sorted
-files. The pass leaves out blocks that none of its slots owns. In a file with blocks,
-documents are numbered in the order of the visits.
+If blocks are dealt out to the slots, a pass visits a file's blocks in an order that
+changes with the epoch, so that sorted files are mixed. The pass leaves out blocks that
+none of its slots owns. In a file with blocks, documents are numbered in the order of
+the visits.
 """
 
 from bisect import bisect_right
@@ -39,8 +40,8 @@ def permutation(key: int, count: int) -> list[int]:
     """Return 0 … count − 1 in a pseudorandom order that ``key`` (64 bits) decides.
 
     The sort keys are the first ``count`` numbers of SplitMix64 with this key (Steele,
-    Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), which
-    gives no number twice. The generator is written out here because the order must not
+    Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014). This
+    generator gives no number twice. It is written out here because the order must not
     change with the version of Python or numpy.
     """
     increment = np.uint64(STEP)  # also SplitMix64's increment

@@ -282,7 +282,7 @@ class Cursor:
         self._search.garbage = 0
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, when ``next_of_epoch`` has returned None.
+        """Go on to the next epoch, after ``next_of_epoch`` has returned None.
 
         Raises DataError if the slot gives up. If there are few documents, a slot has no
         document in some epochs, but on average at least one document in S epochs.

@@ -23,8 +23,8 @@ BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """Return a stream with ``read`` and ``readline``, which is decompressed if the name's
-    suffix says that the file is compressed.
+    """Return a stream with ``read`` and ``readline``. The stream is decompressed if the
+    name's suffix says that the file is compressed.
     """
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")

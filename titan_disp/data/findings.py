@@ -259,7 +259,7 @@ def encoding_of(file: DataFile, options: StreamOptions) -> str:
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
-    """Yield what becomes of each file of a data set as a whole. Single documents are not
+    """Yield an entry for each whole file of a data set. Single documents are not
     examined.
     """
     looks = look_at_all(files, options)

@@ -103,7 +103,7 @@ _UTF_32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
     _ZSTD: "zstd-compressed, which its name does not say: name it *.zst",
-    # Longer than the magic number "BZh", because a text may begin with these letters.
+    # This is longer than the magic number "BZh", because a text may begin with "BZh".
     tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)): (
         "bzip2-compressed, which its name does not say: unpack it, or pack it with "
         "gzip or zstd"
@@ -124,8 +124,8 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Return a sentence that says what a file is and what to do, if its first bytes
-    contradict its name, else None.
+    """If a file's first bytes contradict its name, return a sentence that says what the
+    file is and what to do, else None.
 
     ``head`` is the first ``HEAD`` bytes. ``name`` has its suffix in lower case.
     """
@@ -407,7 +407,7 @@ def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
 
 
 def json_lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream that are not blank, unparsed."""
+    """Yield the unparsed lines of a binary stream, without blank lines."""
     for line in _lines(stream, max_bytes):
         if isinstance(line, BadDocument) or line.strip():
             yield line

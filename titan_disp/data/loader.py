@@ -83,7 +83,7 @@ class StreamLoader(BaseDataLoader):
         groups: the shares of the sources, whose epochs are counted separately. A single
             source has no name.
         slot_counts: how many of the rank's slots belong to each source, by the source's
-            name, in the order of the slots.
+            name. The sources are in the order of the slots.
         mesh: the data-parallel mesh over which a checkpoint shards the positions, if
             there are several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).

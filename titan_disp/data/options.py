@@ -82,7 +82,7 @@ def stream_options(
         **{name: getattr(stream, name) for name in names},
         seq_len=seq_len or job_config.training.seq_len,
         max_document_bytes=int(stream.max_document_mb * 2**20),
-        # A rank that tries again for longer than the other ranks wait for it would look
+        # If a rank tried again for longer than the other ranks wait, this would look
         # like a hang.
         retry_seconds=min(
             stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds

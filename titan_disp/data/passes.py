@@ -292,9 +292,9 @@ class Passes:
         these positions in parallel. Yield the progress every ``PROGRESS_SECONDS``, and
         at the end.
 
-        This method raises nothing, because ``fetch`` meets the same errors. Without it,
-        ``fetch`` would read up to the positions one file after the other. Threads can
-        work in parallel, because decompression releases the GIL.
+        This method raises nothing, because ``fetch`` meets the same errors. Without
+        ``seek``, ``fetch`` would read up to the positions one file after the other.
+        Threads can work in parallel, because decompression releases the GIL.
         """
         begun = []
         for slot, position in self.positions.items():

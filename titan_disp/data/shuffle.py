@@ -107,7 +107,8 @@ class Shuffle:
             if isinstance(document.content, str):
                 documents.append(document.content.encode())
             else:
-                documents.append(document.content.copy())  # a view of a larger block
+                # The content is a view that keeps a larger block in memory.
+                documents.append(document.content.copy())
             size += document.size
         return documents
 

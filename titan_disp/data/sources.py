@@ -1,5 +1,5 @@
-"""The data sets that a run reads: their names, slots and files, checks that compare
-data sets, and how much each rank reads.
+"""This module finds the names, slots and files of the data sets that a run reads. It
+compares the data sets, and estimates how much each rank reads.
 """
 
 import math

@@ -114,7 +114,7 @@ class TextTokenizer(HuggingFaceTokenizer):
         """Return the tokenizer in a folder. GPT-2's vocab.json and merges.txt are loaded
         as in transformers, and other files as in TorchTitan.
 
-        TorchTitan takes merges that begin with # for comments. Raises ConfigError if
+        TorchTitan treats merges that begin with # as comments. Raises ConfigError if
         vocab.json is of a class that splits text in another way than GPT-2's.
         """
         folder = Path(tokenizer_path)
@@ -163,10 +163,10 @@ class TextTokenizer(HuggingFaceTokenizer):
             self.tokenizer = Tokenizer.from_str(json.dumps(content))
 
     def _find_eos(self, model: Path) -> None:
-        """Set EOS where TorchTitan finds none, if the tokenizer has one.
+        """Set EOS if the tokenizer has one that TorchTitan does not find.
 
-        TorchTitan takes a token that is both BOS and EOS, such as GPT-2's
-        <|endoftext|>, for BOS alone. Here it is EOS alone, so that one token separates
+        TorchTitan treats a token that is both BOS and EOS, such as GPT-2's
+        <|endoftext|>, as BOS only. Here it is EOS only, so that one token separates
         two documents. If tokenizer_config.json names no token (GPT-2 on the hub), the id
         in config.json (``model``) is used.
         """
