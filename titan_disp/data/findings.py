@@ -338,7 +338,7 @@ def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
 
 def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
     """Return ``look``, with a problem if none of the file's first documents can be
-    used. Empty documents, too long documents and damage do not count as a problem.
+    used. Empty documents, documents that are too long, and damage are no problem.
     """
     problem = None
     with closing(Documents(file, options)) as documents:

@@ -108,7 +108,7 @@ class _Pass:
         return queue is not None and queue.start < visits.first[visit + 1]
 
     def advance(self, slot: int) -> None:
-        """Read the next document, and queue it for the slot that owns it, if that slot
+        """Read the next document, and queue it if the slot that owns the document
         wants it. At the end of the file, or where the file is damaged, set ``end`` and
         close the file.
 

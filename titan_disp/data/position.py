@@ -13,8 +13,8 @@ ranks reads on at the next token. ``Field`` names the integers, which are of fou
 
 All changes of a position are made here. ``Cursor`` moves a ``Position`` past the
 documents that it reads. A ``Document`` holds two copies of the position, from before
-and after the document. The loader keeps each slot's position after the
-slot's last sequence that was trained on.
+and after the document. The loader keeps each slot's position after the last sequence
+trained on.
 """
 
 from enum import IntEnum

@@ -60,8 +60,8 @@ def arrivals(
     sequences.
 
     With stream.prefetch, this forks a worker, which calls ``open_streams`` and reads
-    ahead at once. Without it, this process reads a batch when the iterator is asked for
-    one. An error in reading is yielded as a ConfigError, which is the last item.
+    ahead at once. Otherwise, this process reads a batch when the iterator is asked for
+    a batch. An error in reading is yielded as a ConfigError, which is the last item.
     """
     group = 1
     worker: dict[str, Any] = {}

@@ -417,8 +417,8 @@ def readings(
 def reading(
     files: Sequence[DataFile], share: Share, ranks: int, tokens: float, seed: int
 ) -> Reading:
-    """Return how ``ranks`` data-parallel ranks read the files of a source with the slots
-    of ``share``, in a run of ``tokens`` tokens.
+    """Return how ``ranks`` data-parallel ranks read the files of a source. ``share``
+    has the source's slots. The run has ``tokens`` tokens.
     """
     assignment = Assignment(files, one_share(share.slots), seed)
     of_ranks = [
@@ -442,8 +442,8 @@ def stored_bytes(
     files: Sequence[DataFile], assignment: Assignment, slots: range
 ) -> float:
     """Return the approximate number of stored bytes that a rank with these slots reads
-    in an epoch. Of files that are divided by blocks, the rank reads only its own
-    blocks; it reads other files as a whole.
+    in an epoch. If slots own whole blocks of a file, the rank reads only its own
+    blocks of this file. It reads other files as a whole.
     """
     parts: dict[int, float] = {}
     for slot in slots:

@@ -285,10 +285,10 @@ class Sequences(IterableDataset):
 
     First, the iterator yields the ``Progress`` of reading up to the positions. Then, it
     yields ``Microbatches`` without end, with ``group`` microbatches of ``batch``
-    sequences each. It raises nothing. If opening the streams or reading fails with a
-    ConfigError (DataError is one), it yields the complete microbatches that were read
-    before, then the error, and ends. After any other error, it drops these
-    microbatches, yields a DataError with the traceback, and ends.
+    sequences each. The iterator raises nothing. If opening the streams or reading fails
+    with a ConfigError (DataError is one), the iterator yields the complete microbatches
+    that were read before, then the error, and ends. After any other error, it drops
+    these microbatches, yields a DataError with the traceback, and ends.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 """Check whether a tokenizer suits the data: whether the token that ends documents is
-made for texts, not for turns of a chat, whether files of token ids contain this token,
+made for texts (not for turns of a chat); whether files of token ids contain this token;
 and whether texts survive encoding and decoding.
 """
 

@@ -104,7 +104,7 @@ def held_out_sequences(
     """Return the first sequences of the validation split, the same on every rank and in
     every run: token ids [count, training.seq_len + 1] int64, and their segments
     (``Slot.fill``) if ``StreamOptions.segments`` is set. Return None if there is no
-    validation split. A collective call.
+    validation split. This is a collective call.
 
     The split is the first one of ``held_out_sets`` that exists.
     """
