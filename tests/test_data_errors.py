@@ -173,7 +173,7 @@ FOUND = [
     (
         "a.json",
         b"1\n2\n",
-        'no field "text", because it is a number',
+        'no field "text", because the document is a number',
         "expected a JSON object",
     ),
     (
@@ -451,8 +451,11 @@ def test_bad_documents():
             b'{"text": {"a": "b"}}',
             'field "text" is an object, expected a text; the fields are text.a',
         ),
-        (b"null", 'no field "text", because it is null; expected a JSON object'),
-        (b'"text"', "because it is a text; expected a JSON object"),
+        (
+            b"null",
+            'no field "text", because the document is null; expected a JSON object',
+        ),
+        (b'"text"', "because the document is a text; expected a JSON object"),
         (b'{"text": "  "}', "empty text"),
         (b'{"text": "\xff\xfe"}', "invalid UTF-8: invalid start byte at byte 10"),
         (

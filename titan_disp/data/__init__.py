@@ -9,14 +9,14 @@ weight ([[stream.sources]]). A *position* says where a slot continues (``positio
 Once, at the start::
 
     sources.list_and_check      the files of all data sets, on rank 0: listing and
-      │                         stores list them; findings looks at each file, or index
-      │                         describes it; ledger says what becomes of each file
+      │                         stores list the files, findings looks at each file (or
+      │                         index describes it), ledger says what becomes of it
       ▼
     assignment.Assignment       which slot reads which documents of these files
       │
       ▼
     loader.StreamLoader         the positions of a rank's slots, as checkpoints store
-                                them; fingerprint: what a checkpoint must agree with
+                                them; fingerprint: what must agree with a checkpoint
 
 For every batch, in a rank's worker (``prefetch``). Each step calls the step above it::
 
@@ -41,8 +41,8 @@ For every batch, in a rank's worker (``prefetch``). Each step calls the step abo
     loader.StreamLoader         batches, in the training process; the loader moves its
                                 positions past each batch
 
-``options`` holds the options of all these steps. ``validation`` takes the first
-sequences of the validation split from ``stream``. ``hf_tokenizer`` makes a model's
+``options`` holds the options of all these steps. ``validation`` reads the first
+sequences of the validation split with ``stream``. ``hf_tokenizer`` makes a model's
 tokenizer for export. The commands that write data (fetch, indexing, sample) are in
 ``titan_disp.lab``.
 """

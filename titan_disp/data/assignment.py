@@ -1,6 +1,6 @@
 """``Assignment`` decides which documents each slot reads in each epoch.
 
-This module reads no file. The result depends on the files, the number of slots, the
+This module reads no file. The assignment depends on the files, the number of slots, the
 seed and the epoch, but not on the number of ranks.
 
 In each epoch, the files of a source are laid end to end on a line and the line is cut
@@ -20,15 +20,15 @@ of one file (*tail*). The slot alternates between these parts, so that it is alw
 the same fraction of each part. All slots that share a file are therefore at about the
 same place in the file, and a rank can serve all its slots with one pass over the file.
 
-When a cut falls inside a file, the file's documents are divided by *key*: (index · STEP
-+ shift) mod 2⁶⁴. Keys are spread evenly over 0 … 2⁶⁴, so a slot whose run covers a
-fraction of the file owns the same fraction of the keys. If the file has an index with
-enough blocks, whole blocks are divided in this way instead, and a rank skips the blocks
-of other ranks (see ``blocks``).
+When a cut falls inside a file, each document of the file has a *key*, which decides its
+slot: (index · STEP + shift) mod 2⁶⁴. Keys are spread evenly over 0 … 2⁶⁴, so a slot
+whose run covers a fraction of the file owns the same fraction of the keys. If the file
+has an index with enough blocks, each block has a key instead of each document, and a
+rank skips the blocks of other ranks (see ``blocks``).
 
 With several sources ([[stream.sources]]), each source has its own slots, lines and
 epochs, as if it were alone. Its name is part of its files' names, so that two sources
-with the same files read them in different orders.
+read the same files in different orders.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ from titan_disp.errors import ConfigError
 VERSION = 6
 KEYS = 1 << 64
 # A cut that is closer to a file's edge than 1/8 of a run moves to the edge. Otherwise, a
-# slot would read a whole file for a sliver of it.
+# slot would read a whole file for a very small part of it.
 _MIN_PART = 8
 # If a piece of a file that is as long as a run has at least this many blocks, the
-# file's blocks are divided instead of its documents.
+# slots share the file's blocks instead of its documents.
 _MIN_BLOCKS = 16
 _CACHED_NUMBERS = 1 << 18  # bounds the cached lines to about 20 MB
 
@@ -69,8 +69,9 @@ class Segment:
     shift: int  # added to all keys, see ``key``
     length: int  # length on the line, in units of 1/S byte
     text: int = 0  # estimated bytes of text
-    # Whether the file is divided by blocks. Each *unit* of a file is owned by one slot.
-    # The units are the visits of the file's blocks if ``dealt``, else its documents.
+    # Whether a slot owns whole blocks of the file. Each *unit* of a file is owned by
+    # one slot. The units are the visits of the file's blocks if ``dealt``, else its
+    # documents.
     dealt: bool = False
 
     @property
@@ -80,7 +81,7 @@ class Segment:
 
     def key(self, unit: int) -> int:
         """Return the key, 0 to 2⁶⁴ − 1, of a unit. ``unit`` is the number of a visit if
-        the file is divided by blocks, else the index of a document in the file.
+        blocks are dealt out, else the index of a document in the file.
         """
         return (unit * STEP + self.shift) % KEYS
 
@@ -96,8 +97,8 @@ class Segment:
         """Return the order in which a pass reads the ``blocks`` of the segment's file,
         or None if the file has no blocks.
 
-        If the file is divided by blocks, each epoch has a different order. Otherwise,
-        the blocks are read in stored order.
+        If slots own whole blocks of the file, each epoch has a different order.
+        Otherwise, the blocks are read in stored order.
         """
         if blocks is None:
             return None
@@ -156,8 +157,8 @@ class _Line:
 
 @dataclass(frozen=True)
 class Share:
-    """The slots of one source: ``slots`` of the run's ``total`` slots, from number
-    ``first`` on.
+    """The slots of one source. Their number is ``slots``, of the run's ``total`` slots,
+    and they are numbered from ``first`` on.
     """
 
     name: str
@@ -197,9 +198,8 @@ class Share:
 class _Source:
     """The runs of one source's slots.
 
-    Outside of this class, the slots of all sources are numbered consecutively, and the
-    files of all sources are, too. This source's numbers begin at ``first_slot`` and
-    ``first_file``.
+    Outside of this class, slots are numbered consecutively over all sources, and so are
+    files. This source's numbers begin at ``first_slot`` and ``first_file``.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _Source:
             max(round(file.size * file.density / self.min_density), 1) * self.slots
             for file in files
         ]
-        run_length = sum(self.lengths) // self.slots  # exact: lengths are multiples
+        run_length = sum(self.lengths) // self.slots  # which divides each length
         self.dealt = [
             file.blocks is not None
             and len(file.blocks) * run_length >= _MIN_BLOCKS * length
@@ -249,7 +249,7 @@ class _Source:
         for place in _overlapping(line.edges, begin, end):
             segment = self._segment(epoch, place, begin, end)
             part = Part.BODY
-            if not segment.whole:  # only the first and the last segment can be parts
+            if not segment.whole:  # only the first or last file
                 part = Part.TAIL if parts else Part.HEAD
             parts.setdefault(part, []).append(segment)
         return Run(parts)
@@ -289,7 +289,7 @@ class Assignment:
         slots: the number of slots.
         seed: the seed of the order of the files.
         first_files: the index of each source's first file.
-        dealt: whether each file is divided by blocks.
+        dealt: for each file, whether slots own whole blocks of it.
         run: ``_run`` with a cache of its results.
     """
 
@@ -351,8 +351,8 @@ class Assignment:
         slot has read as many bytes as an average run of epoch 0 has. There must be only
         one source.
 
-        Slots read equally fast. The unread text is therefore what longer runs have
-        beyond the average.
+        Slots read equally fast. The unread text is therefore the excess of longer runs
+        over the average run.
         """
         texts = [
             sum(segment.text for segment in self.run(slot, 0).segments)

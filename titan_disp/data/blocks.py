@@ -1,10 +1,11 @@
 """Blocks are the places in a file where reading can begin.
 
-The index of the data finds the blocks (``index``).
+``titan-disp data index`` finds the blocks (``index``).
 
-A pass visits a file's blocks in an order that changes with the epoch, which mixes sorted
-files. The pass leaves out blocks that none of its slots owns. In a file with blocks,
-documents are numbered in the order of the visits.
+If blocks are dealt out to the slots, a pass visits a file's blocks in an order that
+changes with the epoch, so that sorted files are mixed. The pass leaves out blocks that
+none of its slots owns. In a file with blocks, documents are numbered in the order of
+the visits.
 """
 
 from bisect import bisect_right
@@ -24,9 +25,11 @@ class Blocks:
     file of Megatron-LM, whose .idx says where each document is.
     """
 
-    # [B + 1] int64, the number of documents before each block, and in the whole file
+    # [B + 1] int64, the number of documents before each block; the last entry is the
+    # number of documents in the file
     first: np.ndarray
-    # [B + 1] int64, where each block begins, and where the last one ends
+    # [B + 1] int64, the place where each block begins; the last entry is the place
+    # where the last block ends
     places: np.ndarray
 
     def __len__(self) -> int:
@@ -37,12 +40,12 @@ def permutation(key: int, count: int) -> list[int]:
     """Return 0 … count − 1 in a pseudorandom order that ``key`` (64 bits) decides.
 
     The sort keys are the first ``count`` numbers of SplitMix64 with this key (Steele,
-    Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), which
-    gives no number twice. The generator is written out here because the order must not
+    Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014). This
+    generator gives no number twice. It is written out here because the order must not
     change with the version of Python or numpy.
     """
-    increment = np.uint64(STEP)  # SplitMix64 uses the same number
-    # Modulo 2⁶⁴
+    increment = np.uint64(STEP)  # also SplitMix64's increment
+    # The sum is modulo 2⁶⁴.
     z = np.uint64(key) + np.arange(1, count + 1, dtype=np.uint64) * increment
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -53,8 +56,9 @@ class Visits:
     """The order in which a pass visits the blocks of a file.
 
     Attributes:
-        dealt: whether blocks are dealt out to the slots, instead of documents.
-        first: the number of documents before each visit, and in the whole file.
+        dealt: whether slots own whole blocks, instead of single documents.
+        first: the number of documents before each visit; the last entry is the number
+            of documents in the file.
         spans: for each visit, the places where its block begins and ends.
     """
 

@@ -33,23 +33,25 @@ from titan_disp.data.position import Position
 from titan_disp.errors import DataError
 
 # The rest of a file is skipped after …
-# … this many documents in a row that cannot be parsed, in a compressed file: its bytes
-# are flipped, which spoils the rest of the file
+# … this many documents in a row that cannot be parsed, if the file is compressed: its
+# bytes are flipped, which spoils the rest of the file
 _GARBAGE = 8
 # … this many documents in a row that cannot be used: the rest of the file is likely to
 # be of the same kind
 _BAD_ROW = 1000
-# … this many documents in a row that cannot be used, at the end of the file
+# This many documents in a row that cannot be used, at the end of a file, mean that the
+# file is damaged.
 _BAD_END = 100
 
 # A slot gives up after …
-_BAD = 1000  # … unusable documents in a row, once it has read its whole share
-# … this many epochs per slot of the run, in a row, without any document: a sound corpus
-# has so many with probability e⁻²⁰
+# … this many unusable documents in a row, if it has read its whole share
+_BAD = 1000
+# … this many epochs in a row per slot of the run, if it found no document in them: this
+# happens in a sound corpus with probability e⁻²⁰
 _EPOCHS = 20
-# … unusable documents in a row anywhere, because the other ranks wait meanwhile
+# … this many unusable documents in a row, in any case, because other ranks are waiting
 _HOPELESS = 20_000
-_HOPELESS_FILES = 20  # … damaged files in a row, for the same reason
+_HOPELESS_FILES = 20  # … this many damaged files in a row, for the same reason
 
 _MOST_LOGGED = 1000  # faults that a rank logs
 
@@ -99,8 +101,8 @@ class Faults:
         """Return the reason to skip the rest of a file whose last ``in_a_row`` documents
         cannot be used, or None to read on.
 
-        The file is read on if ``in_a_row`` is less than ``threshold``. It is also read
-        on if it is larger than the fraction stream.max_skipped_fraction of its source.
+        Reading continues if ``in_a_row`` is less than ``threshold``, or if the file is
+        larger than the fraction stream.max_skipped_fraction of its source.
         """
         if in_a_row < threshold:
             return None
@@ -264,7 +266,7 @@ class Cursor:
         self.position.count_skipped(
             documents=-search.row,
             size=max(0, segment.text - taken),
-            files=int(segment.low == 0),  # one of the slots that share it counts it
+            files=int(segment.low == 0),  # one slot counts a shared file
         )
         search.counted -= search.row
         search.damaged += 1
@@ -280,7 +282,7 @@ class Cursor:
         self._search.garbage = 0
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, when ``next_of_epoch`` has returned None.
+        """Go on to the next epoch, after ``next_of_epoch`` has returned None.
 
         Raises DataError if the slot gives up. If there are few documents, a slot has no
         document in some epochs, but on average at least one document in S epochs.

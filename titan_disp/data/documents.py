@@ -23,8 +23,8 @@ BUFFER = 1 << 16  # small, because a rank may hold two thousand files open
 
 
 def _decompressed(stored: io.BufferedReader, name: str) -> Any:
-    """Return a stream with ``read`` and ``readline``, which is decompressed if the name's
-    suffix says that the file is compressed.
+    """Return a stream with ``read`` and ``readline``. The stream is decompressed if the
+    name's suffix says that the file is compressed.
     """
     if name.endswith(".gz"):
         return igzip.IGzipFile(fileobj=stored, mode="rb")
@@ -163,8 +163,8 @@ class Documents:
         Raises:
             DamagedFile: the file is truncated or corrupt from here on.
             DataError: the file cannot be read but may be sound, so that skipping it
-                could lose data. Or the file is sound, but its column or tokenizer is
-                not that of the config.
+                could lose data; or the file is sound, but the config names another
+                column or tokenizer.
         """
         try:
             return self._read()
@@ -190,7 +190,7 @@ class Documents:
             return record
         except (DamagedFile, DataError):
             raise
-        except Exception as error:  # decoders raise their own
+        except Exception as error:  # decoders raise their own types
             raise self._failure(error) from error
 
     def _pass_over_block(self, error: DamagedFile) -> BadDocument:
@@ -353,7 +353,7 @@ class Documents:
     def _ids(
         self, stored: BinaryIO, layout: token_ids.Layout, *span: int
     ) -> Iterator[Record]:
-        """Yield the ids of each document, and set ``place`` to where it begins."""
+        """Yield each document's ids, and set ``place`` to the document's beginning."""
         for self.place, ids in token_ids.located(stored, layout, *span):
             yield ids
 

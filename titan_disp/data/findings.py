@@ -48,7 +48,8 @@ from titan_disp.files import atomic_write
 
 VERSION = 1
 DATA = "data.json"  # in a run's folder
-DOCUMENTS = 20  # most documents of a file to look at, until one can be used
+# A look at a file ends at its first usable document, or after this many documents.
+DOCUMENTS = 20
 # A shared file system takes milliseconds for each file.
 THREADS = 16
 # Stored bytes that are read to measure a file's density. They must be more than buffers
@@ -243,7 +244,8 @@ def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
             list(formats.parquet_records(table, options, 1, 0, 0))
     except formats.OtherContent as error:
         return Look(problem=str(error))
-    except Exception as error:  # httpx, huggingface_hub and pyarrow raise their own
+    except Exception as error:
+        # httpx, huggingface_hub and pyarrow raise errors of their own types.
         return Look(unseen=first_line(error))
     return Look()
 
@@ -257,7 +259,7 @@ def encoding_of(file: DataFile, options: StreamOptions) -> str:
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
-    """Yield what becomes of each file of a data set as a whole. Single documents are not
+    """Yield an entry for each whole file of a data set. Single documents are not
     examined.
     """
     looks = look_at_all(files, options)
@@ -336,7 +338,7 @@ def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
 
 def _beginning(file: DataFile, look: Look, options: StreamOptions) -> Look:
     """Return ``look``, with a problem if none of the file's first documents can be
-    used. Empty documents, too long documents and damage do not count as a problem.
+    used. Empty documents, documents that are too long, and damage are no problem.
     """
     problem = None
     with closing(Documents(file, options)) as documents:

@@ -85,7 +85,7 @@ def fingerprint(
         "files": [[file.name, file.size] for file in files],
         "contents": {file.name: file.sample for file in files if file.sample},
         "etags": {file.name: file.etag for file in files if file.etag},
-        # Equal densities decide nothing.
+        # If all densities are equal, they have no effect.
         "text per stored byte": densities if len(set(densities.values())) > 1 else {},
         INDEX: _index_hash(files),
         "assignment": VERSION,
@@ -135,7 +135,8 @@ def _comparable(fingerprint: dict[str, Any], other: dict[str, Any]) -> dict[str,
             for file, value in fingerprint.get(key, {}).items()
             if file in other.get(key, {}) and files.get(file) == other_files.get(file)
         }
-    # With an index, hashes and densities are taken from other parts of the files.
+    # With an index, hashes and densities describe other parts of the files than without
+    # one.
     if _has_index(fingerprint) != _has_index(other):
         for key in ("contents", "text per stored byte"):
             comparable.pop(key, None)

@@ -29,7 +29,7 @@ from titan_disp.data.options import Format, StreamOptions
 
 
 def _and_compressed(*suffixes: str) -> tuple[str, ...]:
-    """Return suffixes of plain files, and those of the same files compressed."""
+    """Return suffixes of uncompressed files, and the compressed files' suffixes."""
     packed = []
     for ending in COMPRESSED:
         packed += [suffix + ending for suffix in suffixes]
@@ -49,7 +49,7 @@ NAMES = (
     "*.json, *.jsonl, *.ndjson, *.csv, *.tsv, *.txt (each also .gz or .zst), "
     "*.parquet, *.arrow, *.npy, *.bin"
 )
-# ``datasets`` writes these files about its Arrow files, beside them.
+# ``datasets`` writes these descriptions beside its Arrow files.
 _ABOUT_ARROW = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
@@ -103,7 +103,7 @@ _UTF_32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
     _GZIP: "gzip-compressed, which its name does not say: name it *.gz",
     _ZSTD: "zstd-compressed, which its name does not say: name it *.zst",
-    # Longer than the magic number "BZh", because a text may begin with these letters.
+    # This is longer than the magic number "BZh", because a text may begin with "BZh".
     tuple(b"BZh%d1AY&SY" % i for i in range(1, 10)): (
         "bzip2-compressed, which its name does not say: unpack it, or pack it with "
         "gzip or zstd"
@@ -124,8 +124,8 @@ _OTHER_FORMATS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def mistaken(head: bytes, name: str) -> str | None:
-    """Return a sentence that says what a file is and what to do, if its first bytes
-    contradict its name, else None.
+    """If a file's first bytes contradict its name, return a sentence that says what the
+    file is and what to do, else None.
 
     ``head`` is the first ``HEAD`` bytes. ``name`` has its suffix in lower case.
     """
@@ -231,7 +231,7 @@ class Empty(BadDocument):
 
 
 class Garbage(BadDocument):
-    """The document is not JSON, not UTF-8, or no row of its table.
+    """The document is not JSON, not UTF-8, or not a row of its table.
 
     Flipped bytes in a compressed file make many such documents in a row.
     """
@@ -334,8 +334,8 @@ def _field_of(record: Any, field: str) -> str:
         raise OtherShape(f"it is {_ARRAY}")
     if not isinstance(record, dict):
         raise OtherShape(
-            f'no field "{field}", because it is {_type_name(record)}; expected a JSON '
-            "object"
+            f'no field "{field}", because the document is {_type_name(record)}; '
+            "expected a JSON object"
         )
     path = [field] if field in record else field.split(".")
     value: Any = record
@@ -401,7 +401,8 @@ _DRAIN = 1 << 20  # bytes of a too long line that are read at a time
 
 
 def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream with line breaks, without a byte-order mark.
+    """Yield the lines of a binary stream. Lines keep their line breaks, but a
+    byte-order mark is removed.
 
     A BadDocument stands for a line of more than ``max_bytes``, which is never in memory
     as a whole.
@@ -419,7 +420,7 @@ def _lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
 
 
 def json_lines(stream: Any, max_bytes: int) -> Iterator[bytes | BadDocument]:
-    """Yield the lines of a binary stream that are not blank, unparsed."""
+    """Yield the unparsed lines of a binary stream, without blank lines."""
     for line in _lines(stream, max_bytes):
         if isinstance(line, BadDocument) or line.strip():
             yield line
@@ -454,8 +455,8 @@ def table_rows(
 ) -> Iterator[str | BadDocument]:
     """Yield the texts in one column of a CSV or TSV table.
 
-    Raises OtherContent if there is no such column, and DamagedFile where the rest is not
-    a table.
+    Raises OtherContent if there is no such column, and DamagedFile where the rest of
+    the file is not a table.
     """
     most = _LONGEST_ROW * max_bytes
     csv.field_size_limit(max(most, csv.field_size_limit()))
@@ -560,7 +561,7 @@ def text_blocks(stream: Any, max_bytes: int) -> Iterator[str | BadDocument]:
 
 
 def _decoded(text: bytes) -> str | BadDocument:
-    """Return a text, or why it cannot be used if it is not UTF-8."""
+    """Return the decoded text, or a BadDocument if the text is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:

@@ -184,13 +184,14 @@ def _junctions(texts: Iterable[str]) -> str:
     """Return a pattern for the places between two characters, except places inside one
     of ``texts``.
 
-    ``texts`` must also contain every beginning of a text, from two characters on.
+    For each text, ``texts`` must also contain its beginnings of two or more characters.
     """
-    # the first character of each text, by its last character and its middle
+    # the first characters of texts, by the texts' last character and then their middle
     beginnings: dict[str, dict[str, str]] = defaultdict(lambda: defaultdict(str))
     for text in sorted(texts):
         beginnings[text[-1]][text[1:-1]] += text[0]
-    ends: dict[str, str] = defaultdict(str)  # last characters, by what may precede them
+    # the last characters of texts, by a pattern of what may precede these characters
+    ends: dict[str, str] = defaultdict(str)
     for end, firsts in beginnings.items():
         before = [f"[{re.escape(firsts[m])}]{re.escape(m)}" for m in firsts]
         ends["|".join(before)] += end
@@ -204,7 +205,7 @@ def _junctions(texts: Iterable[str]) -> str:
 _APART = "\ufdd0"
 _ALONE = "\ufdd1"
 _STAND_IN = 0x10F000  # the first private character that stands for a text
-_MOST_EXCEPTIONS = 100  # each costs a pass over every text
+_MOST_EXCEPTIONS = 100  # each exception costs a pass over every text
 
 
 @functools.cache
@@ -213,9 +214,10 @@ def _mapping(serialized: bytes) -> tuple[normalizers.Normalizer, dict[str, str]]
     NormalizerSpec of SentencePiece, and the correct replacement of each text for which
     the normalizer is wrong.
 
-    ``Precompiled`` looks up whole graphemes, such as a letter with its marks. It drops
-    what follows the shortest text of the map in the grapheme. Therefore all characters
-    are separated first. Then NFC composes the characters, but only within the texts of
+    ``Precompiled`` looks up whole graphemes, such as a letter with its marks. If a
+    grapheme begins with texts of the map, ``Precompiled`` replaces the shortest of
+    these texts and drops the rest of the grapheme. Therefore all characters are
+    separated first. Then NFC composes the characters, but only within the texts of
     the map, because SentencePiece neither composes other texts nor reorders marks.
     (``tokenizers`` fails if something is put before the first character.)
     """
@@ -442,7 +444,7 @@ def _check_written(
     # Takes seconds to import, and training does not need it
     from transformers import AutoTokenizer
 
-    # Several libraries raise their own types, and so does code that a folder names.
+    # Several libraries, and code in a folder, raise errors of their own types.
     with reported("transformers cannot load the exported tokenizer", Exception):
         written = AutoTokenizer.from_pretrained(dest)
     # By default, transformers turns text that spells special tokens into these tokens.

@@ -90,8 +90,8 @@ def _hash(content: bytes) -> int:
 
 
 def _records(documents: Documents) -> Iterator[tuple[int, int, formats.Record]]:
-    """Yield (begin, end, document): where a block whose first document is this one
-    would begin, and where a block whose last document is this one would end.
+    """Yield (begin, end, document). A block with this document as its first would begin
+    at ``begin``. A block with this document as its last would end at ``end``.
     """
     begin = 0
     while (record := documents.read()) is not None:

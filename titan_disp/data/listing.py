@@ -63,7 +63,7 @@ _MARKS = {
     "test": ("test",),
 }
 
-# Checks, training and validation list the same folder, but it is logged once.
+# Checks, training and validation list the same folder, but each message is logged once.
 warn_once = cache(logger.warning)
 _say = cache(logger.info)
 _note = cache(logging.getLogger(__name__).info)  # not for the console
@@ -142,9 +142,9 @@ def listing_of(
 
     Args:
         dataset: c4, text, hf:OWNER/NAME and the like, see ``split_of``.
-        path: a local folder (searched recursively, through links), file or glob, the
-            URL of a folder, file or glob in a store, or the mirror of an hf:… data set.
-            None stands for the hub. A path that exists is never a glob.
+        path: a local folder (searched recursively, through links), local file or glob;
+            the URL of a folder, file or glob in a store; or the mirror of an hf:… data
+            set. None stands for the hub. A path that exists is never a glob.
         key: the config section, for messages.
         path_key: the key or option that names the path, for messages. The default is
             dataset_path of the section.
@@ -336,7 +336,7 @@ class _Selection:
             # linked folders are not counted twice.
             folder, name = os.path.split(path)
             real = os.path.join(resolved(folder), name)
-            # ``real``, because the system refuses a path with too many links
+            # not ``path``, because the system refuses a path with too many links
             if os.path.isdir(real):
                 folders.append(path)
             elif files.setdefault(real, path) is not path:
@@ -514,10 +514,10 @@ def files_named(paths: Collection[str], split: str, narrow: bool) -> list[str]:
     """Return the files of a split, whose names contain a mark of the split as a word.
 
     Files without any split's mark are training data, too. There is one exception: if
-    names are ``narrow``, as C4's are, and a file's name says "train", then only such
-    files are training data. In other folders, one file called train_schedules would
-    exclude all other files. The word "test" marks a split only if another file's name
-    marks a split, because a text about tests is training data.
+    names are ``narrow``, as C4's are, and a file's name says "train", then only files
+    whose names say so are training data. In other folders, one file called
+    train_schedules would exclude all other files. The word "test" marks a split only if
+    another file's name marks a split, because a text about tests is training data.
     """
 
     def says(path: str, words: Iterable[str]) -> bool:

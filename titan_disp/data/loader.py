@@ -3,8 +3,8 @@
 The loader prefetches batches, and holds positions and counters.
 
 A rank owns contiguous slots. The loader takes one sequence of each slot in turn, and
-divides them into microbatches. A global batch therefore holds the same sequences for any
-number of ranks and any accumulation.
+divides the sequences into microbatches. A global batch therefore holds the same
+sequences for any number of ranks and any accumulation.
 """
 
 import json
@@ -53,7 +53,7 @@ from titan_disp.errors import ConfigError, counted
 from titan_disp.metric import Metric
 
 details = logging.getLogger(__name__)  # not for the console: see run.console
-# Over all ranks, these counters have the largest value, and all others have the sum.
+# Over all ranks, the largest value counts for these counters, and the sum for others.
 LARGEST = ("epoch", "seconds_waited", "wait_fraction")
 Counters = Mapping[Metric, float]
 
@@ -83,7 +83,7 @@ class StreamLoader(BaseDataLoader):
         groups: the shares of the sources, whose epochs are counted separately. A single
             source has no name.
         slot_counts: how many of the rank's slots belong to each source, by the source's
-            name, in the order of the slots.
+            name. The sources are in the order of the slots.
         mesh: the data-parallel mesh over which a checkpoint shards the positions, if
             there are several ranks.
         bytes_read: stored bytes read so far, by (epoch, file).
@@ -292,8 +292,9 @@ class StreamLoader(BaseDataLoader):
         if documents >= FIRST:
             lost = counters[Metric("skipped_bytes")]
             check_skipped("bytes of text could not be used", lost, text_begun, allowed)
-        # Judged only from FEW damaged files per epoch on. Otherwise, one damaged file
-        # among a few would stop a run in its tenth epoch, and after every resume.
+        # Damaged files are judged only if there are FEW or more per epoch. Otherwise,
+        # one damaged file among a few would stop a run in its tenth epoch, and after
+        # every resume.
         damaged = counters[Metric("skipped_files")]
         if damaged * len(self.files) >= FEW * files_begun:
             check_skipped(

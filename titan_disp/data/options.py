@@ -38,7 +38,7 @@ class StreamOptions:
     shuffle_window: int = 0
     index: str = ""  # folder of the data's index, or "memory"
     left_out: tuple[str, ...] = ()  # names of files
-    run_folder: str = ""  # to which a start writes ``findings.RunData``
+    run_folder: str = ""  # each start writes ``findings.RunData`` there
     on_bad_data: str = "skip"  # or "fail"
     max_skipped_fraction: float = 0.01
     max_document_bytes: int = 16 << 20
@@ -82,7 +82,7 @@ def stream_options(
         **{name: getattr(stream, name) for name in names},
         seq_len=seq_len or job_config.training.seq_len,
         max_document_bytes=int(stream.max_document_mb * 2**20),
-        # A rank that tries again for longer than the other ranks wait for it would look
+        # If a rank tried again for longer than the other ranks wait, this would look
         # like a hang.
         retry_seconds=min(
             stream.retry_seconds, 0.6 * job_config.comm.train_timeout_seconds

@@ -22,7 +22,7 @@ from titan_disp.data.options import StreamOptions
 from titan_disp.data.position import Position
 
 PROGRESS_SECONDS = 10.0  # between two reports of ``Passes.seek``
-# a shuffling window holds fewer documents if they are longer than this on average
+# bytes; a shuffling window of longer documents (on average) holds fewer of them
 DOCUMENT_BYTES = 1 << 13
 
 
@@ -58,7 +58,7 @@ class _Queue:
     start: int  # index of the first document that the slot wants
     documents: deque[tuple[int, Record]] = field(default_factory=deque)  # with indices
     size: int = 0  # bytes of these documents
-    fed: bool = True  # whether the pass still adds documents
+    fed: bool = True  # whether the pass still adds documents to the queue
 
 
 class _Pass:
@@ -108,7 +108,7 @@ class _Pass:
         return queue is not None and queue.start < visits.first[visit + 1]
 
     def advance(self, slot: int) -> None:
-        """Read the next document, and queue it for the slot that owns it, if that slot
+        """Read the next document, and queue it if the slot that owns the document
         wants it. At the end of the file, or where the file is damaged, set ``end`` and
         close the file.
 
@@ -142,7 +142,7 @@ class _Pass:
         have been read.
 
         A slot that fills its shuffling window reads a window ahead of the others. The
-        second term allows for that.
+        second term is the size of these windows.
         """
         options = self.documents.options
         mean = min(self._read_bytes / self._read, DOCUMENT_BYTES)
@@ -292,9 +292,9 @@ class Passes:
         these positions in parallel. Yield the progress every ``PROGRESS_SECONDS``, and
         at the end.
 
-        This method raises nothing, because ``fetch`` meets the same errors. Without it,
-        ``fetch`` would read up to the positions one file after the other. Threads can
-        work in parallel, because decompression releases the GIL.
+        This method raises nothing, because ``fetch`` meets the same errors. Without
+        ``seek``, ``fetch`` would read up to the positions one file after the other.
+        Threads can work in parallel, because decompression releases the GIL.
         """
         begun = []
         for slot, position in self.positions.items():

@@ -13,7 +13,8 @@ ranks reads on at the next token. ``Field`` names the integers, which are of fou
 
 All changes of a position are made here. ``Cursor`` moves a ``Position`` past the
 documents that it reads. A ``Document`` holds two copies of the position, from before
-and after the document. The loader keeps the row after the last sequence trained on.
+and after the document. The loader keeps each slot's position after the last sequence
+trained on.
 """
 
 from enum import IntEnum
@@ -40,12 +41,12 @@ class Field(IntEnum):
     WINDOW = 10  # number of the shuffling window in the epoch
     IN_WINDOW = 11  # how many of the window's documents have been used
     OFFSET = 12  # tokens already taken from the next document
-    OFFSET_BYTES = 13  # about the bytes of text of these tokens
+    OFFSET_BYTES = 13  # approximate size of these tokens' text
     DOCUMENTS = 14  # used since the start of the run
     BYTES = 15  # of text, in UTF-8, of the documents used
     SKIPPED = 16  # documents skipped since the start of the run
     SKIPPED_FILES = 17  # files that ended early
-    SKIPPED_BYTES = 18  # about the bytes of these documents and files
+    SKIPPED_BYTES = 18  # approximate size of what was skipped
 
 
 # For each part: the index of its next document in the file, and the bytes of text
@@ -221,7 +222,7 @@ class Position:
         """Go to the next window, when the documents of this one have been read.
 
         ``size_used`` is the size in bytes of the documents that were used before
-        ``rewind_window``. BYTES has counted them twice.
+        ``rewind_window``. BYTES has counted these documents twice.
         """
         self.values[Field.WINDOW] += 1
         self.values[Field.BYTES] -= size_used
@@ -247,8 +248,8 @@ def in_window(values: np.ndarray, documents: int, size: int) -> np.ndarray:
 
 
 def in_document(values: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """Return the position after the first ``tokens`` tokens of the next document. These
-    tokens are about ``size`` bytes of text.
+    """Return the position after the first ``tokens`` tokens of the next document. The
+    text of these tokens has approximately ``size`` bytes.
     """
     moved = values.copy()
     moved[Field.OFFSET] = tokens

@@ -2,18 +2,18 @@
 training.
 
 The worker is forked from the rank. A fork of a process that communicates by NCCL or
-RCCL is safe only if environment variables announce it to the network's libraries.
+RCCL is safe only if environment variables announce forks to the network's libraries.
 Otherwise, the two processes would share memory that a network card writes to (man 3
 ibv_fork_init). The trainer therefore forks the worker before it makes the process
-group. What the worker must read is known later, and is then sent to it::
+group. What the worker must read is known later, and is then sent to the worker::
 
     rank    fork ── process group, data, model, checkpoint ── positions ── batches …
     worker   └────────── waits ──────── streams: a tokenizer ────── └─ reads ahead …
 
 The fork takes 0.04 s and 3 MB, because both processes share the modules that the rank
 has imported. A new process, of multiprocessing's "forkserver" or "spawn", would import
-them again from the file system that all ranks share, which takes 3.4 s of CPU and
-330 MB.
+the modules again from the file system that all ranks share, which takes 3.4 s of CPU
+and 330 MB.
 
 TorchTitan's own trainer makes the process group before it calls any of our parts. With
 that trainer, the worker is therefore forked at the first batch, and the variables of
@@ -60,8 +60,8 @@ def arrivals(
     sequences.
 
     With stream.prefetch, this forks a worker, which calls ``open_streams`` and reads
-    ahead at once. Without it, this process reads a batch when the iterator is asked for
-    one. An error in reading is yielded as a ConfigError, which is the last item.
+    ahead at once. Otherwise, this process reads a batch when the iterator is asked for
+    a batch. An error in reading is yielded as a ConfigError, which is the last item.
     """
     group = 1
     worker: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def arrivals(
         group = max(1, min(_GROUP, _GROUP_TOKENS // (batch * options.seq_len)))
         worker = {
             "num_workers": 1,
-            # even where it is not the default (Python 3.14)
+            # stated, because it is not the default of Python 3.14
             "multiprocessing_context": "fork",
             "worker_init_fn": worker_signals,
             "prefetch_factor": -(-options.prefetch // group),
@@ -79,7 +79,7 @@ def arrivals(
     loader = DataLoader(
         Sequences(open_streams, batch, group),
         batch_size=None,
-        # DataLoader's own would turn arrays into tensors in the worker.
+        # DataLoader's own function would turn arrays into tensors in the worker.
         collate_fn=lambda arrival: arrival,
         # DataLoader draws a seed, which must not come from the generator of training.
         generator=torch.Generator(),
@@ -89,7 +89,7 @@ def arrivals(
 
 
 class Worker:
-    """A prefetch worker that starts before it is known what to read."""
+    """A prefetch worker that starts before the rank knows what must be read."""
 
     def __init__(self, options: StreamOptions, batch: int) -> None:
         """Fork this process. The worker waits for ``send`` and ``begin``.
@@ -100,7 +100,7 @@ class Worker:
         self._arrivals = arrivals(
             partial(_sent_streams, receiver, self._sender), options, batch
         )
-        receiver.close()  # this process needs only the sender: the worker has a copy
+        receiver.close()  # only the worker, which has a copy, needs the receiver
 
     def send(self, open_streams: OpenStreams) -> None:
         """Send the function that opens the streams. This is done before the positions
@@ -129,6 +129,8 @@ def _sent_streams(receiver: Connection, sender: Connection) -> RankStreams:
 
     Raises EOFError if the rank ends without them.
     """
-    sender.close()  # otherwise the pipe would have no end: the worker has a copy of it
+    # The worker has a copy of the sender. If the copy stayed open, ``recv`` would wait
+    # forever after the rank's end.
+    sender.close()
     open_streams: OpenStreams = receiver.recv()
     return open_streams(positions=receiver.recv())

@@ -40,7 +40,8 @@ class Shuffle:
         # The unused documents of the window, the next one last. They are in UTF-8,
         # because a str may take four bytes per character.
         self._documents: list[bytes | np.ndarray] = []
-        self._start = cursor.position.values.copy()  # of the next document
+        # the position before the next document
+        self._start = cursor.position.values.copy()
         self._used = cursor.position.rewind_window()
 
     def next(self) -> Document:
@@ -106,7 +107,8 @@ class Shuffle:
             if isinstance(document.content, str):
                 documents.append(document.content.encode())
             else:
-                documents.append(document.content.copy())  # a view of a larger block
+                # The content is a view that keeps a larger block in memory.
+                documents.append(document.content.copy())
             size += document.size
         return documents
 

@@ -1,5 +1,5 @@
-"""The data sets that a run reads: their names, slots and files, checks that compare
-data sets, and how much each rank reads.
+"""This module finds the names, slots and files of the data sets that a run reads. It
+compares the data sets, and estimates how much each rank reads.
 """
 
 import math
@@ -346,7 +346,8 @@ def check_overlaps(listed: Iterable[tuple[DataSet, Sequence[DataFile]]]) -> None
             )
 
 
-MOST_AMPLIFIED = 4.0  # a warning is given above this; C4's files on 640 ranks have 1.6
+# A warning is given above this amplification. With C4's files on 640 ranks, it is 1.6.
+MOST_AMPLIFIED = 4.0
 MUCH = 1e9  # bytes that a rank reads in an epoch
 # After about 16 epochs, more epochs teach a model little (Muennighoff et al. 2023,
 # arXiv 2305.16264).
@@ -359,7 +360,7 @@ BYTES_PER_ID = 2  # of token ids, approximately
 class Reading:
     """How a run reads the files of a source."""
 
-    source: str  # empty if there is only one
+    source: str  # its name; empty if there is only one source
     ranks: int
     files: int
     # stored bytes that all ranks together read in an epoch, divided by the stored bytes
@@ -416,8 +417,8 @@ def readings(
 def reading(
     files: Sequence[DataFile], share: Share, ranks: int, tokens: float, seed: int
 ) -> Reading:
-    """Return how ``ranks`` data-parallel ranks read the files of a source with the slots
-    of ``share``, in a run of ``tokens`` tokens.
+    """Return how ``ranks`` data-parallel ranks read the files of a source. ``share``
+    has the source's slots. The run has ``tokens`` tokens.
     """
     assignment = Assignment(files, one_share(share.slots), seed)
     of_ranks = [
@@ -441,8 +442,8 @@ def stored_bytes(
     files: Sequence[DataFile], assignment: Assignment, slots: range
 ) -> float:
     """Return the approximate number of stored bytes that a rank with these slots reads
-    in an epoch. Of files that are divided by blocks, the rank reads only its own
-    blocks; it reads other files as a whole.
+    in an epoch. If slots own whole blocks of a file, the rank reads only its own
+    blocks of this file. It reads other files as a whole.
     """
     parts: dict[int, float] = {}
     for slot in slots:

@@ -94,7 +94,7 @@ class RetryingFile(io.RawIOBase):
                 f"data: {self._name}",
                 self.may_pass,
             )
-        except Exception as error:  # httpx and huggingface_hub raise their own
+        except Exception as error:  # httpx's and huggingface_hub's own types
             self.error = error
             raise
         self._place += len(data)
@@ -158,8 +158,9 @@ class LocalFile(RetryingFile):
         return error.errno in (*PASSING, errno.EAGAIN)
 
 
-BLOCK = 1 << 19  # bytes that an open object holds: a rank may hold two thousand open …
-LARGEST = 1 << 22  # … and most bytes of a request, as for a column of a Parquet file
+# bytes of an open object that are in memory: a rank may hold two thousand objects open
+BLOCK = 1 << 19
+LARGEST = 1 << 22  # most bytes of a request, as for a column of a Parquet file
 # After this time, the object's size and checksum are requested before the next block.
 UNCHECKED_SECONDS = 60.0
 
@@ -207,9 +208,9 @@ class ObjectFile(RetryingFile):
 # Up to this many bytes are read and dropped to get to a later place. A new request would
 # take about as long.
 GAP = 4 << 20
-REQUEST_SECONDS = 10.0  # time-out without a byte …
-# … and the fewest bytes per second during such a time: a server that sends a byte now
-# and then has failed
+REQUEST_SECONDS = 10.0  # time-out if no byte comes
+# If fewer bytes per second come during this time, the server has failed, even if it
+# sends a byte now and then.
 SLOWEST = 4096
 
 

@@ -132,7 +132,7 @@ class HubDataset:
     """One configuration of a data set at one commit."""
 
     name: HubName
-    repository: str  # its present name
+    repository: str  # the repository's present name
     commit: str
     splits: dict[str, list[str]]  # the paths of each split's files
 
@@ -191,7 +191,7 @@ def _cannot_list(name: HubName, error: Exception) -> ConfigError:
 
 
 def _patiently(ask: Callable[[], T]) -> T:
-    """Return the hub's answer, which ``ask`` returns.
+    """Return what ``ask`` returns, which is the hub's answer.
 
     If the hub is busy or fails, it is asked again for up to a minute. Without internet,
     the error is raised at once.
@@ -317,7 +317,10 @@ def splits_in(
         elif lacks:
             names = ask(get_dataset_config_names)
             example = str(replace(name, config=names[0]))
-            problem = f"it has {lacks}, only {', '.join(names)}; such as {example!r}"
+            problem = (
+                f"it has {lacks}, only {', '.join(names)}; name one, such as "
+                f"{example!r}"
+            )
         elif commit is None:
             problem = (
                 f"datasets cannot read this folder ({problem}); expected a mirror, as "
@@ -344,8 +347,8 @@ def files_of_split(
     if split not in splits:
         example = str(replace(name, split=next(iter(splits), "SPLIT")))
         raise ConfigError(
-            f"{where}: it has no split {split!r}, only {', '.join(splits)}; such as "
-            f"{example!r}"
+            f"{where}: it has no split {split!r}, only {', '.join(splits)}; name "
+            f"one, such as {example!r}"
         )
     paths = sorted(set(splits[split]))
     if unread := [path for path in paths if not is_readable(path)]:
@@ -458,8 +461,8 @@ def etag_of(info: Mapping[str, Any]) -> str:
 
 
 def at_commit(url: str, where: str) -> str:
-    """Return a URL, in which the commit replaces the revision if it is a URL of the
-    hub. A URL of S3 or Google Cloud Storage stays unchanged.
+    """Return a URL of the hub with the commit in place of the revision, or a URL of S3
+    or Google Cloud Storage unchanged.
 
     Raises ConfigError for any other URL.
     """
@@ -510,7 +513,7 @@ def objects_of(url: str, where: str) -> dict[str, dict[str, Any]]:
         return retried(find, LISTING_SECONDS, "data: the list of files", may_recover)
     except ConfigError:
         raise
-    except Exception as error:  # every store's library raises its own
+    except Exception as error:  # each library raises its own types
         raise ConfigError(
             f"{where}, which cannot be read ({first_line(error)}); expected access by "
             f"{ACCESS[scheme]}"

@@ -42,7 +42,7 @@ from titan_disp.files import allow_open_files
 
 # bytes of text that a rank tokenizes ahead, in all its slots together …
 AHEAD_BYTES = 1 << 17
-AHEAD_SEQUENCES = 16  # … but no more sequences than these
+AHEAD_SEQUENCES = 16  # … but at most this many sequences
 # bytes of text for one task of a thread: tokenizing them takes about 4 ms, and the task
 # itself 0.05 ms
 TASK_BYTES = 1 << 13
@@ -157,8 +157,9 @@ class Slot:
     """One document stream of the run.
 
     Attributes:
-        position: [k] int64, after the last sequence that ``fill`` has written. The
-            cursor's position is further on, after the documents read ahead.
+        position: [k] int64, the position after the last sequence that ``fill`` has
+            written. The cursor's position is further on, after the documents read
+            ahead.
         source: returns the slot's documents one by one.
     """
 
@@ -170,8 +171,8 @@ class Slot:
         self._offset = cursor.position.rewind_document()
         window = streams.options.shuffle_window
         self.source = Shuffle(cursor, window) if window > 1 else cursor
-        # Documents read ahead, each with a function that returns a list of token ids,
-        # and its index in this list.
+        # Documents read ahead, each with a function that returns the token ids of
+        # several documents, and with the document's index among these.
         self._ahead: deque[tuple[Document, Callable[[], list[np.ndarray]], int]] = (
             deque()
         )
@@ -200,8 +201,8 @@ class Slot:
 
         ``segments``, if given, has the same length. The number of each token's document
         is written into it: 0 for the first document in ``out``, which may have begun
-        before it, 1 for the next, and so on. Raises DataError as ``Cursor.next`` does,
-        and what ``encode`` raises.
+        before ``out``, 1 for the next, and so on. Raises DataError as ``Cursor.next``
+        does, and what ``encode`` raises.
         """
         # gigatoken gains nothing from reading ahead
         if not self.streams.options.fast_tokenizer:
@@ -270,7 +271,7 @@ class Microbatches:
             through the worker's pipe faster than tensors, which would go through shared
             memory. They are int64, as the model wants, because the worker has the time
             to convert them.
-        positions: [B, k] for each microbatch, after each of its sequences.
+        positions: for each microbatch, the positions after its sequences, [B, k].
         bytes_read: stored bytes read since the last group, by (epoch, file).
     """
 
@@ -284,10 +285,10 @@ class Sequences(IterableDataset):
 
     First, the iterator yields the ``Progress`` of reading up to the positions. Then, it
     yields ``Microbatches`` without end, with ``group`` microbatches of ``batch``
-    sequences each. It raises nothing. If opening the streams or reading fails with a
-    ConfigError (DataError is one), it yields the complete microbatches that were read
-    before, then the error, and ends. After any other error, it drops these
-    microbatches, yields a DataError with the traceback, and ends.
+    sequences each. The iterator raises nothing. If opening the streams or reading fails
+    with a ConfigError (DataError is one), the iterator yields the complete microbatches
+    that were read before, then the error, and ends. After any other error, it drops
+    these microbatches, yields a DataError with the traceback, and ends.
     """
 
     def __init__(

@@ -17,11 +17,11 @@ every ``LONGEST`` ids. A document that ends without EOS, at a cut or at the end 
 file, gets an EOS when it is packed.
 
 Megatron-LM has a file NAME.idx beside NAME.bin. NAME.idx says where documents begin, so
-that no index has to be made. It holds, little-endian
-(megatron/core/datasets/indexed_dataset.py): the magic number, int64 version, uint8 code
-of the ids' type, int64 number of sequences S and of documents D + 1, int32 [S] lengths
-of the sequences in ids, int64 [S] their places in NAME.bin in bytes, and int64 [D + 1]
-the first sequence of each document.
+that no index has to be made. NAME.idx is little-endian, and holds
+(megatron/core/datasets/indexed_dataset.py): the magic number; the version, int64; a
+code of the ids' type, uint8; S, the number of sequences, int64; D + 1, for D documents,
+int64; the sequences' lengths in ids, int32 [S]; the sequences' places in NAME.bin in
+bytes, int64 [S]; and each document's first sequence, then S, int64 [D + 1].
 """
 
 import io
@@ -173,7 +173,7 @@ def _numpy_header(head: bytes, name: str) -> _Header:
 
 _LLM_C_HEADER = 1024  # bytes
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic number and version
-_LLM_C_MAGIC = (20240520, 20240801, 20240522)  # the last one is of evaluations
+_LLM_C_MAGIC = (20240520, 20240801, 20240522)  # the last: files for evaluations
 
 
 def _llm_c_header(head: bytes, name: str) -> _Header | None:
@@ -212,7 +212,7 @@ def located(stored: BinaryIO, layout: Layout, *span: int) -> Iterator[tuple[int,
     stored.seek(begin)
     # the beginning of a document that continues in the next block
     rest = np.empty(0, dtype)
-    zeros = 0  # ids 0 in a row, in whole blocks
+    zeros = 0  # ids in the last blocks, if all ids of these blocks are 0
     for place in range(begin, end, _BLOCK * size):
         wanted = min(_BLOCK * size, end - place)
         data = stored.read(wanted)
@@ -396,7 +396,7 @@ def blocks_of(file: DataFile) -> Blocks | None:
         return None
     try:
         index = _MegatronIndex(file, beside[0])
-    except OtherContent:  # reading the file raises it, too
+    except OtherContent:  # reading the file reports the same error
         return None
     if not index.is_in_order():
         raise ConfigError(

@@ -114,7 +114,7 @@ class TextTokenizer(HuggingFaceTokenizer):
         """Return the tokenizer in a folder. GPT-2's vocab.json and merges.txt are loaded
         as in transformers, and other files as in TorchTitan.
 
-        TorchTitan takes merges that begin with # for comments. Raises ConfigError if
+        TorchTitan treats merges that begin with # as comments. Raises ConfigError if
         vocab.json is of a class that splits text in another way than GPT-2's.
         """
         folder = Path(tokenizer_path)
@@ -163,10 +163,10 @@ class TextTokenizer(HuggingFaceTokenizer):
             self.tokenizer = Tokenizer.from_str(json.dumps(content))
 
     def _find_eos(self, model: Path) -> None:
-        """Set EOS where TorchTitan finds none, if the tokenizer has one.
+        """Set EOS if the tokenizer has one that TorchTitan does not find.
 
-        TorchTitan takes a token that is both BOS and EOS, such as GPT-2's
-        <|endoftext|>, for BOS alone. Here it is EOS alone, so that one token separates
+        TorchTitan treats a token that is both BOS and EOS, such as GPT-2's
+        <|endoftext|>, as BOS only. Here it is EOS only, so that one token separates
         two documents. If tokenizer_config.json names no token (GPT-2 on the hub), the id
         in config.json (``model``) is used.
         """
@@ -178,7 +178,7 @@ class TextTokenizer(HuggingFaceTokenizer):
             self.end_with(eos)
         elif self.bos_id is None and model.is_file():
             eos_id = json.loads(model.read_text()).get("eos_token_id")
-            # A list, as in Llama 3's file, names more than the end of a document.
+            # If it is a list, as in Llama 3's file, not all its tokens end documents.
             token = added.get(eos_id) if isinstance(eos_id, int) else None
             if token is not None and token.special:
                 self.end_with(token.content)
@@ -187,7 +187,7 @@ class TextTokenizer(HuggingFaceTokenizer):
         """Let documents end with the token ``separator`` instead of TorchTitan's EOS."""
         self.eos_token = separator
         self.eos_id = self.tokenizer.token_to_id(separator)
-        self._infer_should_add_bos_eos()  # which depends on EOS
+        self._infer_should_add_bos_eos()  # its result depends on EOS
 
     def plain(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS."""
@@ -208,7 +208,8 @@ class TextTokenizer(HuggingFaceTokenizer):
         return [token.content for token in decoder.values() if not token.special]
 
 
-_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\n")  # the first token, in base64
+# a file of tiktoken begins with its first token, in base64
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* 0\n")
 AnyTokenizer = SentencePieceTokenizer | TextTokenizer
 
 
@@ -383,10 +384,11 @@ class Encoder:
         return Encoder, self._parts
 
 
-CHECK_EVERY = 1000  # documents: checking costs about a tenth of gigatoken's own time
+# One of this many documents is checked, which takes a tenth of gigatoken's own time.
+CHECK_EVERY = 1000
 _OFF = "set stream.fast_tokenizer = false"
-# tokenizers whose ids were compared. (`data digest` makes a loader for every rank with
-# the same tokenizer.)
+# tokenizers whose ids were compared. (`data digest` makes a loader for every rank, all
+# with the same tokenizer.)
 _agreed: WeakSet[BaseTokenizer] = WeakSet()
 _SUPPORTED_MODELS = (
     "it supports SentencePiece models of type BPE with byte fallback, without "

@@ -1,5 +1,5 @@
 """Check whether a tokenizer suits the data: whether the token that ends documents is
-made for texts, not for turns of a chat, whether files of token ids contain this token,
+made for texts (not for turns of a chat); whether files of token ids contain this token;
 and whether texts survive encoding and decoding.
 """
 
@@ -30,7 +30,7 @@ _ENDS_OF_TURN = (
     "<|END_OF_TURN_TOKEN|>",  # Command R
 )
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOS_TOKEN>")
-LOOK = 1_000_000  # ids at the beginning of a file, among which a separator must be
+LOOK = 1_000_000  # a separator must be among this many ids at a file's beginning
 _SAMPLE = 1 << 16  # characters at the beginning of each of three files
 _LOST = 0.001  # fraction of a sample's characters that a tokenizer may lose
 

@@ -104,7 +104,7 @@ def held_out_sequences(
     """Return the first sequences of the validation split, the same on every rank and in
     every run: token ids [count, training.seq_len + 1] int64, and their segments
     (``Slot.fill``) if ``StreamOptions.segments`` is set. Return None if there is no
-    validation split. A collective call.
+    validation split. This is a collective call.
 
     The split is the first one of ``held_out_sets`` that exists.
     """
@@ -177,9 +177,9 @@ class _ValidationSet:
 
 
 class StreamValidator(Validator):
-    """Run TorchTitan's validation loop on our data.
+    """Runs TorchTitan's validation loop on our data.
 
-    The parent's ``__init__`` would build TorchTitan's loader.
+    The parent's ``__init__``, which would build TorchTitan's loader, is not called.
     """
 
     # Returns the context in which to validate at a step. titan_disp.train sets it, to
