@@ -226,9 +226,9 @@ def _find_models(
     """
     if not names:
         raise ConfigError(
-            "no model is given; expected folders of Hugging Face models, as "
-            "titan-disp export writes them, models of the hub, runs, or "
-            "NAME=MODEL,MODEL,… for seeds of one condition"
+            "no model is given; expected runs, Hugging Face models (ids of the hub, or "
+            "folders such as titan-disp export writes), or NAME=MODEL,MODEL,… for "
+            "seeds of one condition"
         )
     groups = [parse_group(name) or (None, [name]) for name in names]
     members = list(chain.from_iterable(group for _, group in groups))

@@ -52,8 +52,8 @@ def write_metrics(
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for
     each layer of each model, and return the names of the files.
 
-    Both files have the names of the layers, and ρ and τ with depth for the sets of
-    layers in ``PLACES``.
+    Both files name the layers, and give ρ and τ of the mean cosine with depth for the
+    sets of layers in ``PLACES``.
     """
     content = []
     rows = []
@@ -102,10 +102,10 @@ def write_figures(
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
-    There are two heatmaps for each model, the pooled and the averaged heatmaps of all
-    models side by side, mean cosines, ρ and τ. Steps of a run or revisions of a model
-    are drawn over training. Families are drawn by size, and the two models of a pair
-    beside each other.
+    Each model has a picture of its two heatmaps (pooled and averaged). Further pictures
+    show the heatmaps of all models side by side, their mean cosines, and their ρ and τ.
+    Steps of a run or revisions of a model are drawn over training. Families are drawn
+    by size. The two models of a pair are drawn next to each other.
     """
     measurements = {name: model.condensation for name, model in measured.items()}
     averaged = {name: plots.averaged(m) for name, m in measurements.items()}
@@ -186,8 +186,8 @@ def step_of(target: targets.Target) -> int | None:
 
 
 def table(measurements: Mapping[str, Measurement], last_n: int) -> str:
-    """Return two Markdown tables: mean cosines, and their ρ and τ with depth beside
-    statistics of the last block's covariance.
+    """Return two Markdown tables. The first has mean cosines. The second has their ρ
+    and τ with depth, and statistics of the last block's covariance.
     """
     headings = [
         "embedding",
