@@ -61,9 +61,9 @@ def _statistics(z: Tensor) -> Tensor:
     """Return the statistics of one sequence [N, F] as a row, [4 + 128] float64.
 
     The row has mean cosine, mean squared cosine, mean angle, effective rank, and the
-    histogram as fractions. The means of the cosines and of their squares, and the
-    histogram, are over all N² pairs, including each token with itself, as in the paper
-    (mean) and in the authors' released code (histogram). The mean angle arccos(c)/π is
+    histogram as fractions. Mean cosine, mean squared cosine and histogram are over all
+    N² pairs, including each token with itself, as in the paper (mean) and in the
+    authors' released code (histogram). The mean angle arccos(c)/π is
     over the N(N−1) pairs of different tokens. An all-zero token has cosine 0 with every
     other token. If an element of z is not finite, all statistics are NaN.
     """

@@ -120,7 +120,7 @@ class Measurement:
             are averaged over the sequences and then counted (``AveragedCosines``). None
             if it was not computed, as in training.
         features: F, of all layers except the logits; 0 in files of earlier versions.
-        logits: whether the last index of every array is that of the logits.
+        logits: whether the last index of every array stands for the logits.
         untrained_mean_cosine: [layers] mean cosine of the same model before training.
             None if it was not measured.
         covariance: [3, layers] a row for each field of ``Isotropy``. None if they were

@@ -331,7 +331,7 @@ def nano_step(device: torch.device, estimator: str) -> Values:
 
 
 def cost(device: torch.device) -> Iterator[Check]:
-    """Measure time and memory of the loss and of training steps; no value is checked."""
+    """Measure time and memory of the loss and of training steps; no value is tested."""
     shape = (8, 4096, 1024)
     dtype = torch.bfloat16
     if device.type == "cpu":

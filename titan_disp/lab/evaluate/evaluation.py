@@ -329,7 +329,7 @@ def scores(comparison: ModelComparison) -> Ours:
     """Return the scores of each task in percent, and the differences from the first
     model in percentage points, as text.
 
-    The mean over tasks is included if the tasks are those of the paper.
+    The mean over tasks is included if the tasks are the paper's tasks.
     """
 
     def percent(fraction: float, error: float | None, sign: str = "") -> str:

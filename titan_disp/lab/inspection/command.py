@@ -289,13 +289,13 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     """Measure models on a random sample of a text, write numbers and pictures to
     ``options.out``, and return the measurements by the names of the models.
 
-    All models read sequences of the same length, which is at most the smallest number
-    of positions of a model. The length matters, because the mean over all N² pairs of
+    All models read sequences of the same length, which fits the model with the fewest
+    positions. The length matters, because the mean over all N² pairs of
     tokens includes the N pairs of a token with itself. Existing files of the same names
     are overwritten.
 
-    Raises ConfigError, or CheckpointError if the weights of a run cannot be read. Only
-    errors about weights and activations may come after the first measurement.
+    Raises ConfigError, or CheckpointError if the weights of a run cannot be read. After
+    the first measurement, only weights and activations can cause errors.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
     plots.picture_formats(options.format)
@@ -377,7 +377,7 @@ def _measure_all(
     device: targets.Device,
     options: CondensationOptions,
 ) -> dict[str, Measured]:
-    """Return all models with their measurements, each of which is also saved."""
+    """Return all models with their measurements, and save each measurement."""
     measured: dict[str, Measured] = {}
     # mean cosines before training, which all steps or revisions of a model share
     untrained: dict[Path, np.ndarray] = {}

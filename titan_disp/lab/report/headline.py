@@ -101,7 +101,7 @@ class Headline:
 
     @cached_property
     def places(self) -> list[int]:
-        """The indices of the compared runs: those whose seeds occur in all conditions,
+        """The indices of the compared runs: runs whose seeds occur in all conditions,
         or all runs if there are no such seeds.
         """
         seeds_of_conditions = [

@@ -35,7 +35,7 @@ from titan_disp.run.reader import flatten
 from titan_disp.tables import written_out
 from titan_disp.text import NOTHING, duration, number
 
-# A run counts as interrupted after so many seconds without a row, or after ten log
+# A run counts as interrupted after this many seconds without a row, or after ten log
 # intervals if that is longer.
 ALIVE = 900.0
 
@@ -158,7 +158,7 @@ def _last(series: Series, run: RunRecord) -> str:
 
 
 def highest_cosine(run: RunRecord) -> str:
-    """Return the highest mean cosine over all blocks and its step as text, or "–"."""
+    """Return as text the highest mean cosine over all blocks and the step, or "–"."""
     by_step = COSINE.by_step(run)
     if not by_step:
         return NOTHING

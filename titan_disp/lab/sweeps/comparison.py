@@ -94,8 +94,8 @@ def final_metric(run: Path, name: str) -> float | None:
     the end or is not finite.
 
     Cross-entropies are in nats, and angles are fractions of π. ``validation`` is
-    TorchTitan's validation loss. ``cross_entropy`` and the statistics of cosines are
-    those of the condensation measurement after the last step.
+    TorchTitan's validation loss. ``cross_entropy`` and the statistics of cosines
+    come from the condensation measurement after the last step.
 
     Raises ConfigError if there is no such metric, or a file of the run cannot be read.
     """

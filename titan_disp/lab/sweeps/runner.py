@@ -164,7 +164,7 @@ class _Runner:
             _kill(training)
 
     def heard(self, number: int, frame: object) -> None:
-        """Count a signal, on which ``run`` acts."""
+        """Count a signal. ``run`` acts on the count."""
         self.signals += 1
 
     def run(self) -> dict[str, Result]:
