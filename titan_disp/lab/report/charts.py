@@ -243,9 +243,9 @@ def draw_lines(
 ) -> None:
     """Draw a line for each run or condition.
 
-    The line of several seeds has a band from the smallest to the largest value. The line
-    of a single run whose points are means in bins has a band from the smallest to the
-    largest value of each bin, unless there are more than ``MANY`` lines.
+    The line of several seeds has a band from the smallest to the largest value. The
+    line of a single run whose points are means in bins has a band from the smallest to
+    the largest value of each bin, unless there are more than ``MANY`` lines.
     """
     count = bins(len(lines))
     for line in lines:
