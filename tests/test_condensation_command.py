@@ -415,7 +415,7 @@ def test_what_the_cache_lacks_is_told_with_the_command(
     (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
     told = refused(command, capsys, "lab/tiny@step20", *rest)
     assert (
-        "lacks 1 of its 2 files of weights, 'model-00002-of-00002.safetensors' first"
+        "lacks 1 of its 2 files of weights, such as 'model-00002-of-00002.safetensors'"
         in told
     )
     assert (of_step20 in told, ".bin'" in told) == (True, False)

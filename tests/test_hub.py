@@ -511,7 +511,7 @@ def test_a_mirror_of_some_files(hub, tmp_path, monkeypatch, capsys):
         (
             "split",
             "2",
-            "--shards names no file; expected numbers 0 to 1, such as ",
+            "--shards names no file; expected numbers 0 to 1 .0 is ",
         ),
         ("split", "0..3", "ascending ranges"),
         ("split", "0-3,63-60", "ascending ranges"),

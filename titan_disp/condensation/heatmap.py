@@ -26,7 +26,7 @@ LEAST_FRACTION = 1e-3
 
 
 def plain(name: str) -> str:
-    """Return a name in the form that matplotlib shows unchanged.
+    """Return a name, escaped so that matplotlib shows it unchanged.
 
     Otherwise, matplotlib would show $…$ as mathematics, and a legend would omit names
     that begin with _.
@@ -38,14 +38,14 @@ def plain(name: str) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches. A README is 8 inches wide."""
+    """Return an empty figure of this size in inches. A README page is 8 inches wide."""
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def layer_label(measurements: Sequence[Measurement], gap: str = " ") -> str:
-    """Return the label of an axis of layers, which names the special layers.
+    """Return the label of an axis of layers. The label names the special layers.
 
     If ``gap`` is a line break, the label has two lines.
     """
@@ -60,12 +60,13 @@ def layer_label(measurements: Sequence[Measurement], gap: str = " ") -> str:
 
 
 def of_random_vectors(tokens: int, features: int) -> np.ndarray:
-    """Return the expected histogram of Gaussian vectors, [128] fractions of N² pairs.
+    """Return the expected histogram of the cosines of Gaussian vectors, [128] fractions
+    of N² pairs.
 
     N is ``tokens``, and F is ``features``. The cosine c of two vectors has (1 + c)/2 ~
     Beta(a, a) with a = (F − 1)/2.
     """
-    from scipy import stats  # imported here as in record.py
+    from scipy import stats  # imported here, because the import takes a second
 
     a = (features - 1) / 2
     below = stats.beta.cdf((EDGES + 1) / 2, a, a) * (1 - 1 / tokens)
@@ -84,8 +85,8 @@ def heatmaps(
     128 bins of the cosine, and the line is the mean. The scale is logarithmic from 10⁻³
     to 1, so that layers whose pairs fill a single bin are as readable as layers whose
     pairs fill a hundred bins. If F is known, a column of random vectors is added. A
-    dashed line, which ``dashed`` describes, has the means before training, or of the
-    published model that the run continues.
+    dashed line shows the means before training, or those of the published model that
+    the run continues. The label describes this line with the text ``dashed``.
     """
     measurements = list(chain.from_iterable(row.values() for row in rows))
     columns = max(map(len, rows))

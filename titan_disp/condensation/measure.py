@@ -10,10 +10,10 @@ histogram, because differences between sequences cancel out. The mean over all p
 stays the same.
 
 ``Monitor`` measures condensation and cross-entropy on held-out text while a model
-trains. Measuring takes no gradients, draws no random numbers, and has its own data. The
-sequences are the same in every run and are divided among the data-parallel ranks. If
-there are more ranks than sequences, several ranks take the same sequence and divide its
-layers. If a sequence is sharded (TP, CP), its activations are gathered first. The
+trains. Measuring computes no gradients, draws no random numbers, and has its own data.
+The sequences are the same in every run and are divided among the data-parallel ranks.
+If there are more ranks than sequences, several ranks take the same sequence and divide
+its layers. If a sequence is sharded (TP, CP), its activations are gathered first. The
 numbers therefore do not depend on the mesh.
 """
 
@@ -61,15 +61,16 @@ def _statistics(z: Tensor) -> Tensor:
     """Return the statistics of one sequence [N, F] as a row, [4 + 128] float64.
 
     The row has mean cosine, mean squared cosine, mean angle, effective rank, and the
-    histogram as fractions. The means of the cosines and of their squares, and the
-    histogram, are over all N² pairs, including each token with itself, as in the paper
-    (mean) and in the authors' released code (histogram). The mean angle arccos(c)/π is
+    histogram as fractions. Mean cosine, mean squared cosine and histogram are over all
+    N² pairs, including each token with itself, as in the paper (mean) and in the
+    authors' released code (histogram). The mean angle arccos(c)/π is
     over the N(N−1) pairs of different tokens. An all-zero token has cosine 0 with every
-    other token. If a number of z is not finite, all statistics are NaN.
+    other token. If an element of z is not finite, all statistics are NaN.
     """
     u = _unit(z)
     n, features = u.shape
-    # bincount and eigvalsh would raise errors, and end a run that the guard may save
+    # Otherwise, bincount and eigvalsh would raise errors and end a run that the guard
+    # could save.
     if not u.isfinite().all():
         return u.new_full((_SCALARS + BINS,), math.nan)
     histogram = u.new_zeros(BINS)
@@ -201,7 +202,7 @@ class AveragedCosines:
 
 
 class Covariance:
-    """Sum the products of features over all tokens.
+    """Sum the products of all pairs of features over all tokens.
 
     The sums of a layer are (F + 1)² float64 numbers on the layer's device.
     """
@@ -217,7 +218,7 @@ class Covariance:
         """Add one layer's activations, [B, N, F]."""
         tokens = z.flatten(0, 1).double()
         if layer not in self._centers:
-            # a mean far from zero would cancel the digits of the variance
+            # Without a center, a mean far from zero would cost digits of the variance.
             self._centers[layer] = tokens.mean(0)
             size = tokens.shape[1] + 1
             self._products[layer] = tokens.new_zeros(size, size)
@@ -225,12 +226,12 @@ class Covariance:
         self._products[layer].addmm_(x.T, x)
 
     def result(self, layer: int, dimensions: int, zeta: float = 0.0) -> Isotropy:
-        """Return the numbers of one layer's covariance.
+        """Return the measures in ``Isotropy`` for one layer.
 
         IsoScore* (Rudman & Eickhoff 2024, arXiv 2305.19358) is (t² − 1)/(n − 1) with t
-        = Σλ/‖λ‖, for the eigenvalues λ of (1 − ζ) Σ_X + ζ Σ_S in n ``dimensions``. (The
-        paper writes it with the distance δ² = (n − √n·t)/(n − √n), which cancels.) Σ_S
-        is the identity times the mean variance.
+        = Σλ/‖λ‖, for the eigenvalues λ of (1 − ζ) Σ_X + ζ Σ_S in n ``dimensions``. Σ_S
+        is the identity times the mean variance. (The paper writes the score with the
+        distance δ² = (n − √n·t)/(n − √n), which cancels.)
         """
         products = self._products[layer]
         count = products[-1, -1]
@@ -292,7 +293,7 @@ class Forward:
     activations: Sequence[Tensor]
     # [B] float64, sums over this rank's labels: N per sequence, or N/cp under CP
     cross_entropies: Tensor
-    # [N/cp] positions of these labels in the sequence; None if they are in order
+    # [N/cp] positions of these labels in the sequence; None if labels are in order
     positions: Tensor | None = None
 
 
@@ -306,7 +307,7 @@ class MeshPosition:
     dp_group: dist.ProcessGroup | None = None
     # ranks over which the activations of a sequence are sharded (TP, CP, or both)
     sequence_group: dist.ProcessGroup | None = None
-    # ranks over which the labels of a sequence are sharded (CP), a part of
+    # ranks over which the labels of a sequence are sharded (CP); they are a part of
     # ``sequence_group``
     label_group: dist.ProcessGroup | None = None
 
@@ -335,11 +336,13 @@ class Monitor:
         count = sequences.shape[0]
         n = sequences.shape[1] - 1
         # All ranks make the same number of forwards, which are collective calls. Place
-        # p in the batches of all ranks holds copy p // count of sequence p % count.
+        # p, counted over the batches of all ranks, holds copy p // count of sequence
+        # p % count.
         places_per_forward = mesh.dp_degree * batch_size
         places = places_per_forward * math.ceil(count / places_per_forward)
         place = torch.arange(mesh.dp_rank, places, mesh.dp_degree).view(-1, batch_size)
-        # Copy c measures layers c, c + copies, … An incomplete copy measures no layer.
+        # Copy c of a sequence measures layers c, c + copies, … If only some sequences
+        # have a last copy, this copy measures no layer.
         self.copies = places // count
         self.copy = place // count  # [forwards, B]
         sequence = place % count
@@ -391,7 +394,7 @@ class Monitor:
     def _measured_columns(self, positions: Tensor | None) -> Tensor:
         """Return the measured positions' indices in a gathered sequence, [tokens].
 
-        ``positions`` are those of ``Forward``, which load balancing under CP permutes.
+        ``positions`` is ``Forward.positions``, which CP permutes to balance the load.
         """
         if positions is None:
             return self.positions

@@ -22,7 +22,7 @@ RANKS = {"spearman": "Spearman's ρ", "kendall": "Kendall's τ"}
 # Largest unpacked size of a file of ``Measurement.save``, in bytes. It is our choice: a
 # thousand layers take 2 MB.
 MOST_BYTES = 2**26
-ROWS = 8  # a run's table has about this many rows, or fewer
+ROWS = 8  # a run's table has at most about this many rows
 # The sets of layers that ρ and τ rank. In the sets up to the final norm, the output of
 # the final norm replaces the output of the last block, as in Hugging Face's hidden
 # states. The paper's set is l = 1 … L, without the embedding (l = 0).
@@ -79,8 +79,8 @@ class DepthCorrelation:
 
 
 class Isotropy(NamedTuple):
-    """Measures of how evenly one layer's tokens fill its dimensions, by their
-    covariance.
+    """Measures of how evenly one layer's tokens fill its dimensions, computed from the
+    covariance of the tokens.
 
     If all tokens are equal, ``iso_score_star`` and ``first_component`` are NaN.
     """
@@ -120,7 +120,7 @@ class Measurement:
             are averaged over the sequences and then counted (``AveragedCosines``). None
             if it was not computed, as in training.
         features: F, of all layers except the logits; 0 in files of earlier versions.
-        logits: whether the last index of every array is that of the logits.
+        logits: whether the last index of every array stands for the logits.
         untrained_mean_cosine: [layers] mean cosine of the same model before training.
             None if it was not measured.
         covariance: [3, layers] a row for each field of ``Isotropy``. None if they were
@@ -334,7 +334,8 @@ def load_steps(
             layers = layers or measurement.layer_count
             if measurement.layer_count != layers:
                 raise ConfigError(
-                    f"{str(path)!r} cannot be read: other files have {layers} layers"
+                    f"{str(path)!r} cannot be read: it has {measurement.layer_count} "
+                    f"layers, and other files have {layers}"
                 )
         except ConfigError as error:
             if problems is None:
@@ -359,8 +360,8 @@ def blocks_mean(measurement: Measurement) -> float:
 
 
 def most_condensed(by_step: Mapping[int, Measurement]) -> int:
-    """Return the step with the highest mean cosine of all blocks, or the first of several
-    such steps.
+    """Return the step with the highest mean cosine over all blocks, or the first such
+    step.
     """
     return _highest({step: blocks_mean(by_step[step]) for step in by_step})
 
@@ -382,8 +383,8 @@ def _for_json(numbers: Any) -> Any:
 def over_training(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Return the lines of a table: cross-entropy and mean cosines at some steps.
 
-    ``rows`` has for each step what ``Measurement.to_json`` returns, without logits.
-    Fewer than two steps give no lines. The first two lines are a caption and the
+    ``rows`` maps steps to the output of ``Measurement.to_json`` without logits. With
+    fewer than two steps, no line is returned. The first two lines are a caption and the
     headings.
     """
     if len(rows) < 2:
@@ -411,7 +412,7 @@ def over_training(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def telling_steps(steps: Sequence[int], highest: Collection[int]) -> list[int]:
-    """Return about ``ROWS`` of the ascending ``steps`` or fewer, for a table of a run.
+    """Return at most about ``ROWS`` of the ascending ``steps``, for a table of a run.
 
     These are the first step, the last step, all of ``highest``, and steps in between.
     The distances between steps grow by equal ratios, because a collapse comes early.

@@ -32,7 +32,7 @@ class DataCheck:
         readings: how ranks read each source.
         resume: by source, how much a resume in the middle of an epoch reads again.
         copies: pairs of files with the same content.
-        warnings: warnings of a start about the tokenizer and the readings.
+        warnings: warnings that a start prints about the tokenizer and the readings.
         refused: the reason why a start would refuse the data, or "".
     """
 

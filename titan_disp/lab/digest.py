@@ -30,9 +30,9 @@ class Digest:
 
     Attributes:
         hashes: sha256 of each global batch (little-endian int64 [batch, seq_len + 1],
-            rows by round and slot).
-        bytes_read: stored bytes that each rank has read. After a resume, the new ranks
-            follow the earlier ranks.
+            rows ordered by round, then by slot).
+        bytes_read: stored bytes that each rank has read. The ranks after a resume are
+            listed after the earlier ranks.
         files_read: number of files that each of these ranks has opened.
         read_amplification: see ``epoch_amplification``.
         counters: counters of all ranks together, see ``StreamLoader.counters``.
@@ -77,7 +77,7 @@ def global_batch(
     iterators: Sequence[Any], job_config: JobConfig, batch: int, slots: int
 ) -> torch.Tensor:
     """Return the next global batch of the loaders of all ranks: int64 [batch,
-    seq_len + 1], rows by round and slot.
+    seq_len + 1], rows ordered by round, then by slot.
 
     With ``stream.document_mask``, each row is [inputs, segments, last token], of
     2 · seq_len + 1 numbers.

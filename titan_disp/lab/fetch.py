@@ -80,7 +80,7 @@ class Listing:
             file for file in self.files if any(file.index in part for part in shards)
         ]
         if not files:
-            numbers = f"0 to {self.files[-1].index}, such as {self.files[0].path}"
+            numbers = f"0 to {self.files[-1].index} (0 is {self.files[0].path})"
             raise ConfigError(f"--shards names no file; expected numbers {numbers}")
         return files
 

@@ -37,8 +37,8 @@ def index_data(job_config: JobConfig, out: Path | None, workers: int) -> Iterato
     all_files = [*chain.from_iterable(listed), *held_out]
     if not all(listed) or any(file.remote for file in all_files):
         raise ConfigError(
-            "data in a store or on the hub cannot be indexed: titan-disp data fetch "
-            "copies from the hub"
+            "data in a store or on the hub cannot be indexed: to copy data from the "
+            "hub, use titan-disp data fetch"
         )
     options = stream_options(job_config)
     if any(file.holds_ids for file in all_files):

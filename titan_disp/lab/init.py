@@ -330,8 +330,8 @@ def _check(options: InitOptions, folder: Path, text: str) -> None:
         )
     if os.path.isdir(text) and folder.resolve().is_relative_to(Path(text).resolve()):
         raise ConfigError(
-            f"{str(folder)!r} is in the folder of --text, {text!r}, and would be "
-            "read: name another"
+            f"{str(folder)!r} is in the folder of --text ({text!r}), so the run's "
+            "files would be read as text: name a folder outside it"
         )
     if options.tokenizer is not None:
         load_tokenizer(options.tokenizer)

@@ -31,8 +31,8 @@ from titan_disp.text import number, short
 MEAN_COSINE = "mean pairwise cosine"
 POOLED = "all pairs of all sequences"
 AVERAGED = "cosines averaged over the sequences first, as in the paper"
-# The paper's two measures: rank correlations of the mean cosine with depth, over the
-# blocks, with the last block after the final norm
+# The paper's two measures: rank correlations of the mean cosine with depth. All blocks
+# are included, but not the embedding. The last block is measured after the final norm.
 MEASURES = {name: over_depth(OF_PAPER, rank) for rank, name in RANKS.items()}
 UNDEFINED = "– (mean cosines are equal)"
 COLUMNS = 3  # panels side by side
@@ -67,8 +67,8 @@ def picture_formats(words: Sequence[str]) -> list[str]:
 
 
 def averaged(measurement: Measurement) -> Measurement:
-    """Return the measurement with the paper's histogram, of cosines averaged over
-    sequences, in place of the pooled histogram.
+    """Return the measurement with the paper's histogram (``averaged_histogram``) in
+    place of the pooled histogram.
     """
     assert measurement.averaged_histogram is not None
     # The average of S cosines behaves like a single cosine of vectors with S times the

@@ -82,8 +82,8 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss [B] and its gradient [B, N, F], in float64 on the CPU.
 
-    Sequences have different weights, so that a gradient that leaks from one sequence to
-    another is wrong.
+    Sequences have different weights, so that the gradient is wrong if it leaks from one
+    sequence to another.
     """
     z = z.detach().requires_grad_()
     value = loss(z)
@@ -331,7 +331,7 @@ def nano_step(device: torch.device, estimator: str) -> Values:
 
 
 def cost(device: torch.device) -> Iterator[Check]:
-    """Measure time and memory of the loss and of training steps, without limits."""
+    """Measure time and memory of the loss and of training steps; no value is tested."""
     shape = (8, 4096, 1024)
     dtype = torch.bfloat16
     if device.type == "cpu":

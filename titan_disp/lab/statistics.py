@@ -77,7 +77,7 @@ def with_error(mean: float, error: float | None, sign: str = "") -> str:
 
 
 def paired_difference(values: np.ndarray, baseline: np.ndarray) -> Difference:
-    """Return the difference of two models' values, each [pairs], by a paired t-test."""
+    """Return the mean difference of paired values, [pairs], with a paired t-test."""
     differences = values - baseline
     mean = float(differences.mean())
     # The t-test is undefined for equal differences, which may have rounding errors.
@@ -117,8 +117,7 @@ def sign_flip_p(differences: Sequence[float] | np.ndarray) -> float | None:
 
     Returns None if n < 2 or a difference is not finite. The p value is the fraction of
     all 2ⁿ sign patterns whose sum is at least as far from 0 as the observed sum. For n
-    above ``EXACT``, the p value is estimated from 2 to the power of ``EXACT`` random
-    patterns.
+    above ``EXACT``, the p value is estimated with ``2**EXACT`` random patterns.
 
     Under the null hypothesis, each difference is equally likely with the opposite sign.
     No distribution is assumed. The smallest p value is 2/2ⁿ, so 5 pairs cannot reach

@@ -147,7 +147,7 @@ def scaled_values(values: Sequence[np.ndarray], weight_by_size: bool) -> np.ndar
     """Return the values of all documents of a group's tasks, [all documents], scaled so
     that their mean is the group's average.
 
-    The standard error of these values is the average's, with the tasks as strata.
+    Their standard error is that of the group's average, with the tasks as strata.
     """
     if weight_by_size:
         return np.concatenate(values)
@@ -300,7 +300,7 @@ def table(comparison: ModelComparison) -> list[list[str]]:
         for other, difference in over_seeds.items()
     ]
     rows = [header]
-    several = len(comparison.tasks) > 1  # p values are adjusted only then
+    several = len(comparison.tasks) > 1  # with one task, p is not adjusted
     for line in comparison.lines:
         description = (line.task, line.metric, line.num_fewshot, line.documents)
         row = ["" if cell is None else str(cell) for cell in description]

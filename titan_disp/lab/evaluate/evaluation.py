@@ -226,9 +226,9 @@ def _find_models(
     """
     if not names:
         raise ConfigError(
-            "no model is given; expected folders of Hugging Face models, as "
-            "titan-disp export writes them, models of the hub, runs, or "
-            "NAME=MODEL,MODEL,… for seeds of one condition"
+            "no model is given; expected runs, Hugging Face models (ids of the hub, or "
+            "folders such as titan-disp export writes), or NAME=MODEL,MODEL,… for "
+            "seeds of one condition"
         )
     groups = [parse_group(name) or (None, [name]) for name in names]
     members = list(chain.from_iterable(group for _, group in groups))
@@ -329,7 +329,7 @@ def scores(comparison: ModelComparison) -> Ours:
     """Return the scores of each task in percent, and the differences from the first
     model in percentage points, as text.
 
-    The mean over tasks is included if the tasks are those of the paper.
+    The mean over tasks is included if the tasks are the paper's tasks.
     """
 
     def percent(fraction: float, error: float | None, sign: str = "") -> str:

@@ -199,7 +199,7 @@ def _rows(item: Any) -> Iterator[Row]:
                 raise ConfigError(
                     f"the group {item.name!r} averages {averaged.metric!r}, which "
                     f"{task.task_name!r} does not have as a mean over documents; name "
-                    f"its tasks instead: {', '.join(item.child_names)}"
+                    f"the group's tasks instead: {', '.join(item.child_names)}"
                 )
         yield Row(
             item.name,
@@ -287,7 +287,7 @@ def _offline_if_unreachable() -> Iterator[bool]:
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     reachable = False
     if not any(before):
-        # huggingface_hub's version decides whether the error is that of requests or httpx
+        # The error is from requests or httpx, depending on huggingface_hub's version.
         with suppress(Exception):
             reachable = (
                 get_session().head(constants.ENDPOINT, timeout=5.0).status_code < 500
@@ -368,7 +368,7 @@ def run_model(folder: Path, suite: Suite, settings: Settings) -> Result:
             limit=settings.limit,
             batch_size=batch_size,
             device=settings.device,
-            # for LAMBADA's perplexity; errors of accuracies have a closed form
+            # standard error of LAMBADA's perplexity; accuracies need no bootstrap
             bootstrap_iters=1000,
             **dict.fromkeys(SEEDS, settings.seed),
         )
@@ -422,8 +422,8 @@ def _scores(
 
 @contextmanager
 def warnings_once(name: str = "lm_eval") -> Iterator[None]:
-    """Print only the first warning from each line of code on stderr, and finally the
-    number of repeated warnings.
+    """Print to stderr only the first warning from each line of the source, and finally
+    the number of repeated warnings.
 
     The harness repeats a warning for each of MMLU's 57 subjects of each model.
     """

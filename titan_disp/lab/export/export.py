@@ -27,8 +27,8 @@ DOCUMENTS = 100
 
 
 def local_documents(path: str | None, text_field: str = "text") -> Iterator[str]:
-    """Yield up to ``DOCUMENTS`` documents of the validation data, or else of the
-    training data, if ``path`` is on this disk.
+    """Yield up to ``DOCUMENTS`` validation documents at ``path``, or else training
+    documents. If ``path`` does not exist, nothing is yielded.
     """
     if path is None or not os.path.exists(path):
         return

@@ -18,8 +18,8 @@ from titan_disp.run.reader import is_run
 def _load(
     target: str | Path, tokenizer: str | Path | None
 ) -> tuple[Any, AnyTokenizer, int]:
-    """Return a transformers model, its tokenizer, and the number of tokens in the
-    longest sequence.
+    """Return a transformers model, its tokenizer, and the largest number of tokens
+    that a sequence may have.
 
     ``tokenizer`` is a folder that replaces the model's own tokenizer.
     """
@@ -47,7 +47,7 @@ def generate(options: GenerateOptions) -> str:
     """Return the prompt with its continuation, as text.
 
     The continuation ends with EOS, after ``max_new_tokens``, or at the sequence length
-    of training. Raises ConfigError if the prompt is at least that long.
+    of training. Raises ConfigError if the prompt leaves no room for more.
     """
     from transformers import GenerationConfig
 
@@ -57,7 +57,7 @@ def generate(options: GenerateOptions) -> str:
     if loaded.bos_id is not None:
         ids = [loaded.bos_id, *ids]
     elif not ids and loaded.eos_id is not None:
-        ids = [loaded.eos_id]  # an empty prompt: EOS separates documents
+        ids = [loaded.eos_id]  # if the prompt is empty, generation starts after EOS
     if len(ids) >= longest:
         raise ConfigError(
             f"the prompt has {len(ids)} tokens, expected fewer than the {longest} of a "

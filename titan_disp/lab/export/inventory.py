@@ -147,7 +147,7 @@ def _hugging_face_problem(path: Path) -> str | None:
             # Opening a file reads its header and checks its length.
             with safe_open(path / name, "numpy"):
                 pass
-    except Exception as error:  # safetensors raises a type of its own
+    except Exception as error:  # safetensors has its own type of error
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -36,7 +36,8 @@ SHOWN_PACKAGES = (
 def _files(saved: SavedModel) -> list[tuple[str, int]]:
     """Return (name, bytes) of each file of the training data, or [] if unknown.
 
-    If the checkpoint does not record them, the files are listed on this disk.
+    If the checkpoint does not record the files, those now at ``training.dataset_path``
+    are returned.
     """
     training = saved.config["training"]
     if not saved.in_hf_format:

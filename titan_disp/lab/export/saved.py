@@ -70,8 +70,9 @@ class SavedModel:
         """Return the folder of the tokenizer: ``override`` or ``model.hf_assets_path``.
 
         A relative ``model.hf_assets_path`` is tried from the current folder, from the
-        run's folder, and from the folders above, in one of which the run was usually
-        started. Raises ConfigError if the folder does not exist.
+        run's folder, and from the folders above the run's folder, because a run is
+        usually started in one of these folders. Raises ConfigError if the tokenizer's
+        folder does not exist.
         """
         folder = Path(override or self.config["model"]["hf_assets_path"])
         run = self.run.resolve()
@@ -211,8 +212,9 @@ def _load_dcp(saved: SavedModel) -> dict[str, torch.Tensor]:
     in_checkpoint = safe_dcp.read_metadata(saved.folder).state_dict_metadata
     if missing := sorted(wanted.keys() - in_checkpoint.keys()):
         raise CheckpointError(
-            f"the checkpoint {str(saved.folder)!r} holds no model of flavor {saved.flavor!r}: it lacks "
-            f"{len(missing)} of {len(wanted)} weights, {missing[0]!r} first"
+            f"the checkpoint {str(saved.folder)!r} holds no model of flavor "
+            f"{saved.flavor!r}: it lacks {len(missing)} of {len(wanted)} weights, such "
+            f"as {missing[0]!r}"
         )
     weights = {}
     for name, like in wanted.items():
@@ -279,7 +281,7 @@ def load_causal_lm(
         )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
-        lacks = f"it lacks {counted(len(missing), 'weight')}, {missing[0]!r} first"
+        lacks = f"it lacks {counted(len(missing), 'weight')}, such as {missing[0]!r}"
         raise ConfigError(
             f"{str(folder)!r} holds an incomplete causal language model: {lacks}"
         )
@@ -287,8 +289,8 @@ def load_causal_lm(
 
 
 def longest_sequence(config: Any) -> int | None:
-    """Return the number of tokens in the longest sequence of a transformers model, or
-    None if its config has no ``max_position_embeddings``.
+    """Return the largest number of tokens that a transformers model reads, or None if
+    its config has no ``max_position_embeddings``.
 
     For an exported GPT-2, this is the sequence length of training, which may be smaller
     than the number of positions.

@@ -52,8 +52,8 @@ def write_metrics(
     """Write metrics.json, which includes ``settings``, and metrics.csv, with a row for
     each layer of each model, and return the names of the files.
 
-    Both files have the names of the layers, and ρ and τ with depth for the sets of
-    layers in ``PLACES``.
+    Both files name the layers, and give ρ and τ of the mean cosine with depth for the
+    sets of layers in ``PLACES``.
     """
     content = []
     rows = []
@@ -102,10 +102,10 @@ def write_figures(
 ) -> list[str]:
     """Draw all pictures, and return the names of their files.
 
-    There are two heatmaps for each model, the pooled and the averaged heatmaps of all
-    models side by side, mean cosines, ρ and τ. Steps of a run or revisions of a model
-    are drawn over training. Families are drawn by size, and the two models of a pair
-    beside each other.
+    Each model has a picture of its two heatmaps (pooled and averaged). Further pictures
+    show the heatmaps of all models side by side, their mean cosines, and their ρ and τ.
+    Steps of a run or revisions of a model are drawn over training. Families are drawn
+    by size. The two models of a pair are drawn next to each other.
     """
     measurements = {name: model.condensation for name, model in measured.items()}
     averaged = {name: plots.averaged(m) for name, m in measurements.items()}
@@ -186,8 +186,8 @@ def step_of(target: targets.Target) -> int | None:
 
 
 def table(measurements: Mapping[str, Measurement], last_n: int) -> str:
-    """Return two Markdown tables: mean cosines, and their ρ and τ with depth beside
-    statistics of the last block's covariance.
+    """Return two Markdown tables. The first has mean cosines. The second has their ρ
+    and τ with depth, and statistics of the last block's covariance.
     """
     headings = [
         "embedding",
@@ -289,13 +289,13 @@ def condensation(options: CondensationOptions) -> dict[str, Measurement]:
     """Measure models on a random sample of a text, write numbers and pictures to
     ``options.out``, and return the measurements by the names of the models.
 
-    All models read sequences of the same length, which is at most the smallest number
-    of positions of a model. The length matters, because the mean over all N² pairs of
+    All models read sequences of the same length, which fits the model with the fewest
+    positions. The length matters, because the mean over all N² pairs of
     tokens includes the N pairs of a token with itself. Existing files of the same names
     are overwritten.
 
-    Raises ConfigError, or CheckpointError if the weights of a run cannot be read. Only
-    errors about weights and activations may come after the first measurement.
+    Raises ConfigError, or CheckpointError if the weights of a run cannot be read. After
+    the first measurement, only weights and activations can cause errors.
     """
     check_least(options, sequences=1, max_length=2, batch_size=1, last_n=1)
     plots.picture_formats(options.format)
@@ -377,7 +377,7 @@ def _measure_all(
     device: targets.Device,
     options: CondensationOptions,
 ) -> dict[str, Measured]:
-    """Return all models with their measurements, each of which is also saved."""
+    """Return all models with their measurements, and save each measurement."""
     measured: dict[str, Measured] = {}
     # mean cosines before training, which all steps or revisions of a model share
     untrained: dict[Path, np.ndarray] = {}

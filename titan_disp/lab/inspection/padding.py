@@ -1,15 +1,15 @@
-"""Appendix D of the paper: condensation falls if embeddings are only padded with noise.
+"""Appendix D of the paper: padding embeddings with noise alone lowers condensation.
 
 Each token's F features are padded to D with independent standard normal entries. The
 expected cosine of two tokens x and y is then cos(x, y) g(x) g(y), with
-g(x) = E[‖x‖ / √(‖x‖² + χ²)] and χ² of m = D − F degrees of freedom. By Jensen's
+g(x) = E[‖x‖ / √(‖x‖² + χ²)], where χ² has m = D − F degrees of freedom. By Jensen's
 inequality, g is at least ‖x‖ / √(‖x‖² + m).
 
-As an upper bound, the paper has m − 1 in place of m, which is wrong for small ‖x‖². For
-example, from GPT-2's 768 features to the 1,600 of GPT-2 XL, m is 832. For ‖x‖ = 1, g is
-then 0.034679, and the paper's upper bound is 0.034669. With m − 2, the bound holds for
-all x, because E[1/χ²] is 1/(m − 2), and 1/E[1/(‖x‖² + χ²)] grows at least as fast as
-‖x‖².
+The paper's upper bound of g, ‖x‖ / √(‖x‖² + m − 1), is wrong for small ‖x‖². If GPT-2's
+768 features are padded to the 1,600 of GPT-2 XL, for example, m is 832. For ‖x‖ = 1, g
+is then 0.034679, and the paper's upper bound is 0.034669. With m − 2, the bound holds
+for all x, because E[1/χ²] is 1/(m − 2), and 1/E[1/(‖x‖² + χ²)] grows at least as fast
+as ‖x‖².
 """
 
 from collections import defaultdict
@@ -57,13 +57,13 @@ class PaddedCosines:
             lower = _bound(sequence, cosines, added)
             papers = _bound(sequence, cosines, added - 1)
             upper = _bound(sequence, cosines, added - 2)
-            # For a negative cosine, the lower bound is the larger number.
+            # For a negative cosine, ``lower`` is larger than ``upper``.
             bounds = torch.stack([lower, upper]).sort(0).values
             columns = (cosines, _cosines(padded), bounds[0], papers, bounds[1])
             self.rows[layer].append(torch.stack([_mean(c) for c in columns]))
 
     def result(self) -> np.ndarray:
-        """Return [layers, len(``COLUMNS``)] float64, averaged over sequences."""
+        """Return the means over sequences, [layers, len(``COLUMNS``)] float64."""
         return torch.stack(
             [torch.stack(rows).mean(0) for _, rows in sorted(self.rows.items())]
         ).numpy()

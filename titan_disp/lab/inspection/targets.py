@@ -584,7 +584,7 @@ def _missing_weights(folder: Path) -> str:
         if not missing:
             return ""
         count = counted(len(files), "file")
-        return f"lacks {len(missing)} of its {count} of weights, {missing[0]!r} first"
+        return f"lacks {len(missing)} of its {count} of weights, such as {missing[0]!r}"
     if has_safetensors or any(folder.glob(PICKLES)):
         return ""
     return "has a config.json but no weights (*.safetensors or pytorch_model*.bin)"
@@ -633,5 +633,5 @@ def _hf_special_tokens(tokenizer: Any) -> SpecialTokens:
                 before=tuple(with_special_tokens[:start]),
                 after=tuple(with_special_tokens[end:]),
             )
-    # The text's own tokens change next to special tokens, which are then unknown.
+    # Special tokens change the text's own tokens: which are special is unknown.
     return SpecialTokens()

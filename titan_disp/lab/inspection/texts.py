@@ -30,7 +30,7 @@ from titan_disp.errors import ConfigError, DataError, counted, of_options, repor
 
 MOST = 64 << 20  # most characters to read, so that large files take no longer
 _DOCUMENTS = (*JSON_LINES, *PARQUET)
-# If so many documents have no text, the text field probably has another name.
+# If this many documents have no text, the text field probably has another name.
 HOPELESS = 1000
 MARGIN = 8  # characters to read per token; English text has about four
 # Pieces of plain text have this many characters: about four sequences of 512 tokens.
@@ -51,8 +51,8 @@ def read_texts(
             text. Plain text is cut at line ends into pieces of about 8192 characters. A
             folder is read as ``dataset``.
         dataset: folder, file or glob of documents, or data set of the hub (hf:…). In a
-            folder, only the files of ``text_validation`` are read, or those of
-            ``c4_validation`` in a copy of C4.
+            folder, only the validation files are read (``c4_validation`` in a copy of
+            C4, else ``text_validation``).
         seed: seed for the order of files and documents. Files are read in this order up
             to about 64 M characters.
         in_order: whether the documents of a file keep their order. Then each document
@@ -60,7 +60,7 @@ def read_texts(
             results gives the text.
         text_field: field of the text, as stream.text_field.
 
-    Raises ConfigError unless exactly one of text and dataset is given, if the text is
+    Raises ConfigError if both or neither of text and dataset are given, if the text is
     missing, unreadable or empty, or if the first ``HOPELESS`` documents have no text.
     """
     if (text is None) == (dataset is None):

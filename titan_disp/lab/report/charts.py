@@ -56,7 +56,8 @@ def to_svg(figure: Figure, salt: str) -> str:
     bytes.
 
     ``salt`` must be unique on the page, because the ids of clip paths and markers depend
-    on it. Points of lines are cut to 0.01 pt, which saves a sixth of a report's size.
+    on it. Coordinates of lines are cut to 0.01 pt, which saves a sixth of a report's
+    size.
     """
     file = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -223,7 +224,8 @@ def by_factors(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def without_the_beginning(axes: Axes, lines: Sequence[Line]) -> None:
-    """Fit axis y to the values after the first ``BEGINNING`` of the longest run.
+    """Fit axis y to the values after the beginning (the fraction ``BEGINNING`` of the
+    longest run).
 
     If the lines have fewer than ``LEAST_POINTS`` such values on average, axis y shows
     all values.
@@ -241,9 +243,9 @@ def draw_lines(
 ) -> None:
     """Draw a line for each run or condition.
 
-    The line of several seeds has a band from the smallest to the largest seed. The line
-    of a single run whose points are means in bins has a band from the smallest to the
-    largest value of each bin, unless there are more than ``MANY`` lines.
+    The line of several seeds has a band from the smallest to the largest value. The
+    line of a single run whose points are means in bins has a band from the smallest to
+    the largest value of each bin, unless there are more than ``MANY`` lines.
     """
     count = bins(len(lines))
     for line in lines:
@@ -325,9 +327,9 @@ def _dates(seconds: Sequence[float] | np.ndarray) -> np.ndarray:
 
 def timeline(starts: Sequence[Attempt], events: Sequence[Mapping[str, Any]]) -> Figure:
     """Return a figure of the steps of a run against time (UTC), with a row of marks for
-    each name of an event.
+    each kind of event.
 
-    ``starts`` are in order of time. The time between two starts is grey.
+    ``starts`` are in order of time. The gap between two starts is grey.
     """
     names = list(dict.fromkeys(event["event"] for event in events)) or ["no events"]
     height = 0.22 * len(names) + 0.1  # inches

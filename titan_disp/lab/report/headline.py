@@ -96,12 +96,12 @@ class Headline:
 
     @cached_property
     def compared(self) -> list[Condition]:
-        """The conditions without the baseline."""
+        """All conditions except the baseline."""
         return [c for c in self.conditions if c is not self.baseline]
 
     @cached_property
     def places(self) -> list[int]:
-        """The indices of the compared runs: those whose seeds occur in all conditions,
+        """The indices of the compared runs: runs whose seeds occur in all conditions,
         or all runs if there are no such seeds.
         """
         seeds_of_conditions = [
@@ -127,7 +127,7 @@ class Headline:
             return []
         losses = list(LOSSES)
         if unlike([run.settings.get("metrics.log_freq") for run in self.runs]):
-            # Ten rows then span different numbers of steps.
+            # The mean of ten rows would cover different numbers of steps.
             losses.remove(SMOOTHED)
         of_losses = (_outcome(series, runs) for series in losses)
         loss = next(filter(None, of_losses), None)

@@ -189,7 +189,7 @@ class Report:
         return _picture(figure, f"mean cosine by layer and {self.xlabel}: {names}")
 
     def first_screen(self) -> list[Picture]:
-        """Return the layer maps and the losses, if they can be drawn.
+        """Return pictures of the layer maps and of the losses, if they can be drawn.
 
         The losses are the dispersion loss and the cross-entropy, on held-out text if it
         was measured.

@@ -35,7 +35,7 @@ from titan_disp.run.reader import flatten
 from titan_disp.tables import written_out
 from titan_disp.text import NOTHING, duration, number
 
-# A run counts as interrupted after so many seconds without a row, or after ten log
+# A run counts as interrupted after this many seconds without a row, or after ten log
 # intervals if that is longer.
 ALIVE = 900.0
 
@@ -93,7 +93,7 @@ def _without_empty(rows: Rows) -> Rows:
 
 
 def dispersion(run: RunRecord) -> str:
-    """Return the keys of [dispersion] that define the run's losses as text, or "off"."""
+    """Return as text the [dispersion] keys that define the run's losses, or "off"."""
     if not run.disperses:
         return "off"
     section = run.config["dispersion"]
@@ -107,7 +107,7 @@ def dispersion(run: RunRecord) -> str:
 
 
 def percent(spent: Goodput) -> str:
-    """Return the share of the time in steps that were not repeated later, such as
+    """Return the share of time spent in steps that were not repeated later, such as
     "87.7%", or "–" if no time was recorded.
     """
     if not spent.total:
@@ -158,7 +158,7 @@ def _last(series: Series, run: RunRecord) -> str:
 
 
 def highest_cosine(run: RunRecord) -> str:
-    """Return the highest mean cosine over all blocks and its step as text, or "–"."""
+    """Return as text the highest mean cosine over all blocks and the step, or "–"."""
     by_step = COSINE.by_step(run)
     if not by_step:
         return NOTHING
@@ -208,7 +208,7 @@ def data_counters(runs: Sequence[RunRecord]) -> Rows:
 
 
 class Differences(NamedTuple):
-    """Rows of config keys. The first column is the default, and each further column a run."""
+    """Rows of config keys. The first column is the default. Each run has a column."""
 
     differ: Rows  # keys in which runs differ
     shared: Rows  # keys with the same value in all runs, which is not the default
@@ -261,8 +261,8 @@ def _detail(name: str, value: Any) -> str:
 
 
 def details(event: Mapping[str, Any]) -> str:
-    """Return the entries of an event as text, except its time, name, step and empty
-    entries.
+    """Return the entries of an event as text, without the time, the name, the step and
+    empty entries.
     """
     parts = []
     for name, value in event.items():

@@ -1,8 +1,8 @@
 """Compares the conditions of a sweep by a metric at the end of each run, and writes the
 comparison as tables and a picture.
 
-The value of a condition is the mean over its seeds. Its difference from the baseline, a
-condition that the user chooses, is paired by seed.
+The value of a condition is the mean over its seeds. The user chooses a condition as the
+baseline. Differences from the baseline are paired by seed.
 """
 
 import math
@@ -94,8 +94,8 @@ def final_metric(run: Path, name: str) -> float | None:
     the end or is not finite.
 
     Cross-entropies are in nats, and angles are fractions of π. ``validation`` is
-    TorchTitan's validation loss. ``cross_entropy`` and the statistics of cosines are
-    those of the condensation measurement after the last step.
+    TorchTitan's validation loss. ``cross_entropy`` and the statistics of cosines
+    come from the condensation measurement after the last step.
 
     Raises ConfigError if there is no such metric, or a file of the run cannot be read.
     """
@@ -206,7 +206,7 @@ class SweepComparison:
 def compare(
     sweep: Sweep, metric: str | None = None, against: str | None = None
 ) -> SweepComparison:
-    """Return the conditions of a sweep with a metric of ``final_metric`` and their
+    """Return the conditions of a sweep with their metric (``final_metric``), and their
     differences from the condition ``against``.
 
     By default, the sweep's file names the metric and ``against``. If the file names no

@@ -31,8 +31,8 @@ OURS = ("job.dump_folder", "job.config_file")  # the sweep sets these
 
 @dataclass(frozen=True)
 class Axis:
-    """A line of a grid: the values that vary, and one or more keys of the config that
-    all take the same value.
+    """A line of a grid: one or more keys of the config, and the values that all these
+    keys take together.
     """
 
     keys: tuple[str, ...]

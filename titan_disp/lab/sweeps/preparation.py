@@ -230,8 +230,8 @@ class _Preparation:
         ).hexdigest()
 
     def _inputs_to_check(self, point: Point, resolved: Mapping[str, Any]) -> str | None:
-        """Return a key of the settings that the checks of inputs read, or None if these
-        checks are not needed.
+        """Return the settings that the checks of inputs read, as text to compare, or
+        None if these checks are not needed.
 
         These checks are not needed if the point has finished, or another point with the
         same settings was checked.
@@ -382,7 +382,7 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers as text for sbatch --array, such as 0-3,7."""
-    # In a run of successive numbers, the difference from the index is constant.
+    # Within a range such as 4-7, each number minus its index is the same.
     groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
     parts = []
     for _, group in groups:

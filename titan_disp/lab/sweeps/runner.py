@@ -164,7 +164,7 @@ class _Runner:
             _kill(training)
 
     def heard(self, number: int, frame: object) -> None:
-        """Count a signal, on which ``run`` acts."""
+        """Count a signal. ``run`` acts on the count."""
         self.signals += 1
 
     def run(self) -> dict[str, Result]:
@@ -414,7 +414,7 @@ def _end_with_parent() -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield the ids of a process's children and of their descendants, children last."""
+    """Yield the ids of all descendants of a process, each after its own children."""
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             yield from _descendants(int(child))
