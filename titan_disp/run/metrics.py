@@ -116,10 +116,10 @@ class TensorBoardFolder(BaseLogger):
                 writer.add_scalar(name, value, step)
 
     def log_heatmap(self, measured: Measurement, step: int) -> None:
-        """Log a heatmap if ``step`` is at least HEATMAP_RATIO times that of the last
-        heatmap.
+        """Log a heatmap if ``step`` is at least HEATMAP_RATIO times the step of the
+        last heatmap.
 
-        The ratio makes heatmaps rarer, because all ranks wait for a fifth of a second
+        The ratio keeps heatmaps rare, because all ranks wait for a fifth of a second
         while rank 0 draws one.
         """
         if step < self._next_heatmap:
