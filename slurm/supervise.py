@@ -1157,7 +1157,8 @@ class Supervisor:
             text = f"GIVEN UP after failure {failures} {row}. The last one: {reason}"
             return Outcome(GIVE_UP, text, 1)
         text = f"failure {failures} of at most {most + 1} {row}: {reason}"
-        # job.json of an earlier job may have a larger number of restarts.
+        # job.json of an earlier job may have a larger number of restarts. ``failures``
+        # may then be below 1.
         minutes = self.retries[max(failures - 1, 0)]
         if minutes == "now" and inside and self.can_start_again():
             return Outcome(CHECK, f"{text}. Starting again in this job")

@@ -10,8 +10,9 @@ Communication is counted for ring algorithms, which NCCL and RCCL use for large
 messages. In a group of n ranks, an all-gather or a reduce-scatter of B bytes sends
 (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks of the group
 share a node, the ring leaves the node only once, so that each of the g ranks sends 1/g
-of its bytes over the network. Trees, latency and other jobs are ignored. The estimates
-of memory and communication have not been compared with measurements on GPUs yet.
+of its bytes over the network. Tree algorithms, latency and other jobs are ignored. The
+estimates of memory and communication have not been compared with measurements on GPUs
+yet.
 """
 
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ others apply locks within one node only, and a forked process would keep holding
 A killed start leaves its lock behind. Another start takes the lock over
 
 - if both starts run on the same machine, and the process that held the lock is dead;
-- else if its holder was an earlier start of the same SLURM job, which SLURM has ended;
+- else if the holder was an earlier start of the same SLURM job, which SLURM has ended;
 - else if nobody renews the lock while it is watched.
 """
 

@@ -50,7 +50,7 @@ NOTED_WAITING = 0.03
 
 def _notes(data: Mapping[Metric, float]) -> Iterator[str]:
     """Yield the console's notes about the data. The first is the largest number of
-    epochs that any source was read, if it is more than 1. The second is the fraction of
+    epochs of any source, if this number is more than 1. The second is the fraction of
     time spent waiting for data, if it is at least ``NOTED_WAITING``.
     """
     epochs = max(
