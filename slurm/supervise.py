@@ -56,11 +56,12 @@ LAUNCH = "titan-disp-launch: "
 # Added to the exit status, so that common.sh can distinguish an intended end from that of
 # a killed program.
 INTENDED = 64
-# minutes before a requeue, or a retry in the same job, after so many failures in a row
+# for each number of failures in a row: minutes before a requeue, or "now" for a retry
+# in the same job
 RETRIES = "now,10,30,60,60,60"
 UNITS = (1, 60, 3600, 86400)  # seconds
 PORT = r"[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]"
-NOW_OR_LATER = 2  # minutes before a requeue instead of a retry "now"
+NOW_OR_LATER = 2  # minutes before a requeue if a retry "now" is not possible
 LEAD = 300  # seconds of sbatch --signal in the batch scripts
 # most restarts of a job whose failures cannot be counted (also in the batch scripts)
 MOST_RESTARTS = 50
@@ -73,8 +74,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # C.
 TEXT = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 # RUN/job.json: the job and its number of restarts when the file was written; failures
-# in a row without a new checkpoint; the step of the newest checkpoint; how often such a
-# row was ended by a checkpoint of steps that were repeated; the last failure; the nodes
+# in a row without a new checkpoint; the step of the newest checkpoint; how often a
+# checkpoint of repeated steps ended such a row of failures; the last failure; the nodes
 # that the job has excluded by itself
 JOB = {
     "job": "",
@@ -138,7 +139,8 @@ def write(path, text):
 
 
 def marked(lines, mark):
-    """Return the JSON values after a mark in lines, and print the lines without a mark.
+    """Return the JSON values that follow a mark in lines, and print the lines without a
+    mark.
 
     The rest of a marked line, and JSON that cannot be read, are dropped.
     """
@@ -605,7 +607,7 @@ class Supervisor:
         # without .batch, which is this process
         for name in re.findall(r"(?m)^\s*(\d+(?:_\d+)?\.\d+)\s*$", steps):
             self.call("scancel", "--signal=KILL", name)
-        process.terminate()  # srun forwards it to the tasks
+        process.terminate()  # srun forwards the signal to the tasks
         try:
             process.wait(self.kill_wait)
         except subprocess.TimeoutExpired:
@@ -695,8 +697,8 @@ class Supervisor:
         return ""
 
     def check_nodes(self):
-        """Let every node check itself, within ``check_seconds``, and choose the nodes that
-        train.
+        """Let every node check itself within ``check_seconds``. Then choose the nodes
+        that train.
         """
         if not self.checks_nodes:
             return Outcome(PREPARE, "the check of the nodes is switched off")
@@ -978,7 +980,7 @@ class Supervisor:
         # silent, which is the only sign of such a hang.
         while process.poll() is None:
             beat = read_json(self.file("heartbeat.json"))
-            if beat:  # a rank that fails deletes it
+            if beat:  # a rank that fails deletes the file
                 self.waits_for = str(beat.pop("waits_for", ""))
             if beat != self.beat:
                 # The file's own time is not used, because the file server's clock set
@@ -1026,8 +1028,8 @@ class Supervisor:
             return self._stopped(last)
         if self.status is None:
             text = f"asked to stop ({signals[0]}) before training began"
-            # A time limit that leaves no time to train would do the same after a
-            # requeue, so it is a failure. A preemption is not the fault of the job.
+            # If the time limit leaves no time to train, a requeued job could not train
+            # either, so this is a failure. A preemption is not the job's fault.
             if self.trained or signals[0] == "TERM" or preempted:
                 return Outcome(REQUEUE, text)
             return self.count_failure(text)
@@ -1155,7 +1157,8 @@ class Supervisor:
             text = f"GIVEN UP after failure {failures} {row}. The last one: {reason}"
             return Outcome(GIVE_UP, text, 1)
         text = f"failure {failures} of at most {most + 1} {row}: {reason}"
-        # job.json of an earlier job may have a larger number of restarts.
+        # job.json of an earlier job may have a larger number of restarts. ``failures``
+        # may then be below 1.
         minutes = self.retries[max(failures - 1, 0)]
         if minutes == "now" and inside and self.can_start_again():
             return Outcome(CHECK, f"{text}. Starting again in this job")

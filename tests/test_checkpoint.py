@@ -488,7 +488,8 @@ def test_a_resume_that_would_count_its_steps_anew_is_refused(start):
     with pytest.raises(
         RefusedError,
         match=r"has 'train_state', but .* holds checkpoints \(1\), which training "
-        "from step 1 would overwrite: remove it from the list, or start a new run in another",
+        "from step 1 would overwrite: remove 'train_state' from the list, or start a "
+        "new run in another",
     ):
         again.manager.load(-1)
     assert (again.loaded, again.names) == ((-1, 0), ["step-1"])

@@ -641,7 +641,8 @@ def test_a_path_with_an_unknown_variable_or_user_is_refused(monkeypatch):
         ("${SCRATCH}/runs", r"but \$\{SCRATCH\} is no user or variable"),
         (
             "~nobody-at-all/runs",
-            r"but ~nobody-at-all is no user .* \(a name that begins with ~: \./~name\)$",
+            r"but ~nobody-at-all is no user .* \(write a name that begins with ~ as "
+            r"\./~name\)$",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -139,7 +139,7 @@ def test_a_start_that_lives_on_another_machine_is_left_alone(
     os.utime(tmp_path / ".lock", (time.time() - LIFE,) * 2)
     message = (
         rf"in use by another job \(host far, pid 4194304, SLURM job {job or 'none'}\)"
-        ".* if it is a copy of the other job's folder, delete .lock in the copy$"
+        ".* if this is a copy of the other job's folder, delete .lock in the copy$"
     )
     with pytest.raises(InUseError, match=message):
         RunFolder(job_config(tmp_path), 1)

@@ -128,7 +128,7 @@ def test_a_garbled_config_is_one_error(tmp_path):
     for content, reason in {
         b'{"job": {"dump_fol': "Unterminated string",
         b"\xff\xfe\x00": "codec can't decode",
-        b"[1, 2]": "it holds a list, expected an object",
+        b"[1, 2]": "the file holds a list, expected a JSON object",
     }.items():
         file = tmp_path / reason / "config.json"
         file.parent.mkdir()

@@ -1,3 +1,3 @@
-"""This package plans a run, checks its nodes, and starts it on this machine or submits
-it to SLURM.
+"""This package plans a run, checks its nodes, and starts the run on this machine or
+submits the run to SLURM.
 """

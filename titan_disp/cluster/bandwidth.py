@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools import utils
 
-# This sets the device type, and on CPUs, lets gloo groups have one thread.
+# This sets the device type and, on CPUs, gives gloo groups one thread.
 import titan_disp.plugin  # noqa: F401
 from titan_disp.cluster.node_health import in_order, node_name
 from titan_disp.dispersion.autograd import objects_of_ranks
@@ -33,7 +33,7 @@ from titan_disp.run.storage import write_json
 # about this size.
 GPU_BYTES = 256 << 20
 CPU_BYTES = 4 << 20
-SLOW = 0.5  # a node or link is slow below this fraction of the median
+SLOW = 0.5  # nodes and links below this fraction of the median are slow
 Pair = tuple[str, str, float]  # two nodes, and bytes per second in each direction
 
 
@@ -50,10 +50,10 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
 def pair_bandwidths(
     times: Iterable[tuple[str, Mapping[str, float]]], size: int
 ) -> list[Pair]:
-    """Return the bandwidth of each pair of nodes, summed over the ranks of a node. The
-    slowest rank decides the time.
+    """Return the bandwidth of each pair of nodes: the bytes of all ranks of a node,
+    divided by the time of the slowest rank.
 
-    ``times`` has a pair for each rank: its node, and {other node: seconds that an
+    ``times`` has, for each rank, the rank's node and {other node: seconds that an
     exchange of ``size`` bytes took}.
     """
     by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -79,8 +79,8 @@ def best_bandwidths(pairs: Iterable[Pair]) -> dict[str, float]:
 
 def usual_bandwidth(pairs: Sequence[Pair]) -> float:
     """Return the median of the nodes' best bandwidths."""
-    # The median of the pairs would mislead, because one slow node slows two pairs, and
-    # three nodes have only three pairs.
+    # The median of the pairs would mislead: with three nodes, a slow node slows two of
+    # the three pairs.
     return statistics.median_high(best_bandwidths(pairs).values()) if pairs else 0.0
 
 
@@ -143,10 +143,10 @@ def _median_seconds(operation: Callable[[], Any]) -> float:
 def measure(
     node: str, local_rank: int, device: torch.device, size: int
 ) -> dict[str, Any]:
-    """Return the result of all measurements, with buffers of ``size`` bytes. A collective
-    call that returns the same on all ranks.
+    """Measure with buffers of ``size`` bytes, and return all results. This is a
+    collective call, and all ranks get the same results.
 
-    ``all_reduce.bus_bandwidth`` is in bytes per second, as nccl-tests define it.
+    ``all_reduce.bus_bandwidth`` is in bytes per second, as defined by nccl-tests.
     ``pairs`` are [node, node, bytes per second in each direction], measured between
     ranks with the same local rank. ``clock_skew`` has the seconds by which each node's
     clock is ahead.
@@ -160,7 +160,7 @@ def measure(
         dist.all_reduce(element)
         element.item()
 
-    # This connects the ranks, because a P2P operation must not be a group's first one.
+    # This connects the ranks, because the first operation of a group must not be P2P.
     barrier()
     clocks = []
     for _ in range(3):

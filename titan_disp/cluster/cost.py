@@ -10,8 +10,9 @@ Communication is counted for ring algorithms, which NCCL and RCCL use for large
 messages. In a group of n ranks, an all-gather or a reduce-scatter of B bytes sends
 (n−1)/n · B from every rank, and an all-reduce twice as much. If g ranks of the group
 share a node, the ring leaves the node only once, so that each of the g ranks sends 1/g
-of its bytes over the network. Trees, latency and other jobs are ignored. The estimates
-of memory and communication have not been compared with measurements on GPUs yet.
+of its bytes over the network. Tree algorithms, latency and other jobs are ignored. The
+estimates of memory and communication have not been compared with measurements on GPUs
+yet.
 """
 
 from collections.abc import Iterable
@@ -60,7 +61,7 @@ class Memory:
 
 
 def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
-    """Return the dtype of products and block outputs."""
+    """Return the dtype of matrix products and of the outputs of blocks."""
     t = job_config.training
     # FSDP or autocast sets the dtype. TorchTitan 0.2.2 uses neither for TP without FSDP.
     if fsdp_degree > 1 or job_config.parallelism.tensor_parallel_degree == 1:
@@ -69,16 +70,16 @@ def compute_dtype(job_config: JobConfig, fsdp_degree: int) -> torch.dtype:
 
 
 def elements(module: torch.nn.Module, tp: int) -> int:
-    """Return the number of a rank's elements before FSDP. TP shards matrices, and
-    replicates the vectors of norms.
+    """Return how many elements of the weights a rank has before FSDP. TP shards
+    matrices, and replicates the vectors of norms.
     """
     vectors = sum(w.numel() for w in module.parameters() if w.ndim < 2)
     return vectors + (sum(w.numel() for w in module.parameters()) - vectors) // tp
 
 
 def fsdp_groups(model: DispModel, tp: int) -> tuple[int, int, int]:
-    """Return the numbers of a rank's elements in FSDP's groups (models/parallelize.py):
-    the blocks, untied embeddings, and the rest.
+    """Return the ``elements`` of each of FSDP's groups (models/parallelize.py): of the
+    blocks, of untied embeddings, and of the rest.
     """
     blocks = sum(elements(block, tp) for block in model.layers.values())
     embeddings = 0
@@ -94,7 +95,9 @@ def block_elements(job_config: JobConfig, args: DispModelArgs) -> float:
     none = saved["none"]
     full = saved["full"]
     layers = args.n_layers
-    if ac.mode == "memory_budget":  # the compiler interpolates: 0 is full, 1 is none
+    # A budget of 0 saves as much as mode full, and 1 as much as mode none. In between,
+    # the compiler interpolates.
+    if ac.mode == "memory_budget":
         return layers * (full + ac.memory_budget * (none - full))
     if ac.mode != "selective":
         return layers * saved[ac.mode]
@@ -128,9 +131,9 @@ def saved_gradients(
 
 
 def _lower(itemsize: int) -> int:
-    """Return the bytes per element of a copy in the precision of products, which is
-    held beside a float32 copy. Return 0 if products are in float32, so that one copy
-    serves.
+    """Return the bytes per element of the copy that matrix products use, if there is
+    another copy in float32. Return 0 if products are in float32, because they use the
+    float32 copy.
     """
     if itemsize < 4:
         return itemsize
@@ -161,8 +164,9 @@ def logit_bytes(
     if not chunk:
         shards = tp if loss_parallel else 1
         return tokens * args.vocab_size // shards * number
-    # The weight's gradient is added up in fp32. With bf16, the part of a chunk is another
-    # tensor, and an eager loss also has the logits in fp32.
+    # The gradients that the chunks give the weight are added up in fp32. With bf16, the
+    # gradient of one chunk is a further tensor, and an eager loss also holds the logits
+    # in fp32.
     if not compiled or tp > 1:
         number = 4 + lower
     of_chunk = max(chunk * number, lower * (chunk + args.dim))
@@ -288,8 +292,8 @@ def checkpoint_parts(model: DispModel, shards: int) -> int:
 
 
 def checkpoint_counts(job_config: JobConfig) -> tuple[int, int, int]:
-    """Return how many checkpoints are saved over the run, how many are kept, and how
-    many are on disk at any time, at most.
+    """Return how many checkpoints are saved over the run, how many are kept, and the
+    largest number that is on disk at one time.
     """
     c = job_config.checkpoint
     steps = job_config.training.steps
@@ -319,7 +323,7 @@ class Gpu:
     # peak bytes/s sent to other GPUs of the node; data sheets often give the sum of both
     # directions
     node_bandwidth: float
-    # bytes/s sent to other nodes, of the machine that the comment beside it names
+    # bytes/s sent to other nodes, in the machine that a comment in ``GPUS`` names
     network_bandwidth: float
     # peak bytes/s of its memory; the default is about that of the RTX4090
     memory_bandwidth: float = 1e12
@@ -434,9 +438,9 @@ GPUS = {
 
 
 def gpu_name(asked: str) -> str:
-    """Return ``asked``. If it is empty, return the name of this computer's GPU, or
-    "H100" if there is no GPU. The name is that of ``GPUS`` if the table has this
-    device.
+    """Return ``asked``. If ``asked`` is empty, return the name of this computer's GPU,
+    or "H100" if there is no GPU. If ``GPUS`` has the device, its name in ``GPUS`` is
+    returned.
     """
     if asked or not torch.cuda.is_available():
         return asked or "H100"
@@ -453,7 +457,9 @@ def similar_gpu(device: str) -> str:
 
 
 def guessed_gpu(machine: Machine) -> str | None:
-    """Return a sentence about guessed numbers of a machine's GPU, or None."""
+    """Return a sentence that says which numbers of a machine's GPU are guesses, or
+    None.
+    """
     if machine.gpu in GPUS:
         return None
     return (
@@ -464,8 +470,9 @@ def guessed_gpu(machine: Machine) -> str | None:
 
 
 def find_gpu(machine: Machine) -> Gpu:
-    """Return the machine's GPU from the table, with the memory and FLOP/s that the machine
-    gives. If the machine names no GPU, the memory is that of this computer's GPU.
+    """Return the machine's GPU from the table, with the memory and FLOP/s that
+    ``machine`` gives. If ``machine`` names no GPU, the memory is that of this
+    computer's GPU.
 
     Raises ConfigError if the table does not have the GPU, and the machine does not give
     the GPU's memory and FLOP/s.
@@ -512,10 +519,10 @@ class Sent:
 class Traffic:
     """Describe the communication of one GPU in one step."""
 
-    # Nothing can hide these bytes. A GPU has nothing to compute in tensor parallelism's
-    # collectives. A microbatch begins by gathering the embedding and ends by reducing
-    # its gradients. The FSDP group of a tied embedding also has the final norm and the
-    # output.
+    # Nothing can hide these bytes. A GPU has nothing to compute during the collectives
+    # of tensor parallelism. A microbatch begins by gathering the embedding and ends by
+    # reducing its gradients. The FSDP group of a tied embedding also has the final norm
+    # and the output.
     at_the_ends: tuple[Sent, ...]
     beside: tuple[Sent, ...]  # can overlap with computing in any microbatch
     # the all-reduce over replicas, which waits for the last microbatch
@@ -541,8 +548,8 @@ class Traffic:
                 for s in sent
             )
 
-        # This is a lower bound, because it assumes that all computing hides the
-        # communication that can overlap. Backward is two thirds of a microbatch's
+        # This is a lower bound, because communication that can overlap is assumed to
+        # overlap with all of the computing. Backward is two thirds of a microbatch's
         # computing.
         last_backward = 2 / 3 * computing / self.microbatches
         return (
@@ -568,7 +575,7 @@ def ring(size: int, stride: int, gpus_per_node: int, count: float) -> Sent:
 
 
 def dispersion_cost(job_config: JobConfig, args: DispModelArgs) -> Cost:
-    """Return the cost of all losses of all layers together, for one sequence."""
+    """Return the cost of dispersion for one sequence: all losses in all layers."""
     p = job_config.parallelism
     tokens = job_config.training.seq_len
     losses = [loss for _, loss in build_dispersion_losses(job_config).values()]
@@ -602,7 +609,7 @@ def traffic(
     tp = p.tensor_parallel_degree
     cp = p.context_parallel_degree
     replicas = p.data_parallel_replicate_degree
-    # number of shards; ranks of context parallelism are among them
+    # number of shards; the ranks of context parallelism hold shards, too
     fsdp = world_size // (replicas * tp)
     dp = data_parallel_degree(job_config, world_size)
     microbatches = global_batch_size(job_config, dp) // (t.local_batch_size * dp)

@@ -142,7 +142,7 @@ def installed() -> dict[str, Any]:
 
 
 def installation_changes(config: str | Path) -> list[str]:
-    """Return what was installed since the launch folder of a config was written: a text
+    """Return what was changed since the launch folder of a config was written: a text
     for each changed package, and a text if the code changed. Return [] if the config is
     in no launch folder.
     """
@@ -169,8 +169,8 @@ def main() -> None:
         job_config = load_config(rest)
         run = Path(job_config.job.dump_folder).absolute()
         folder = earlier(run, args.name) or freeze(job_config, rest, args.name)
-    # The letters of the path are not escaped, because slurm/supervise.py may run in
-    # Python 3.6 and the locale C, which can pass on the letters' bytes, but not letters.
+    # Letters such as é are not escaped as \u00e9. In Python 3.6 with the locale C,
+    # slurm/supervise.py can print the bytes of such letters, but not decoded letters.
     sys.stdout.buffer.write(
         f"{LAUNCH}{json.dumps(os.fspath(folder), ensure_ascii=False)}\n".encode(
             errors="surrogateescape"

@@ -1,9 +1,10 @@
 """The batch script runs ``python -m titan_disp.cluster.job_check`` to check a job
 before it starts hundreds of ranks.
 
-The command checks the config, data and tokenizer for this number of nodes, and that no
-other job uses the run folder. If a check fails, it prints a message on stderr and exits
-with status 2, or with status 3 if another job uses the run folder.
+The command checks whether the config, data and tokenizer are right for this number of
+nodes, and whether another job uses the run folder. If a check fails, the command prints
+a message on stderr and exits with status 2, or with status 3 if another job uses the
+run folder.
 """
 
 import argparse

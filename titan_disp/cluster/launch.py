@@ -50,7 +50,7 @@ from titan_disp.run.reader import EVENTS, STOP, read_json_lines
 @contextlib.contextmanager
 def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Call ``heard`` at SIGINT, SIGTERM and SIGHUP, but not again within a second of
-    the first.
+    the first signal.
 
     Signals that are ignored stay ignored, as SIGHUP under nohup.
     """
@@ -168,7 +168,7 @@ def _start_ranks(
 
 
 def _outcome(run: str, then: str) -> str:
-    """Return how a run has ended by itself, and what to type next.
+    """Return how a run that no signal stopped has ended, and what to type next.
 
     ``then``: a phrase that says what the same command does next.
     """

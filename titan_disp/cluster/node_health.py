@@ -46,7 +46,7 @@ LINE = 1000
 # if a smaller fraction of a GPU's memory is free, another process uses the GPU or has
 # left memory allocated
 BUSY = 0.9
-LIMIT = 60  # seconds for a vendor's tool: if the tool hangs, so does the driver
+LIMIT = 60  # seconds for a vendor's tool, which hangs if the driver hangs
 DAY = 86400.0
 VERBS = Path("/sys/class/infiniband")  # has the cards of InfiniBand, RoCE and EFA
 RECOVERY = "gpu_recovery_action"
@@ -159,8 +159,8 @@ def _parts(head: str, text: str) -> Iterable[tuple[str, str]]:
 
 
 def _xids() -> Iterator[str]:
-    """Yield the last day's Xids of hardware, from dmesg, or from the journal if only
-    root may run dmesg.
+    """Yield the last day's Xids (NVIDIA's error numbers) that mean faulty hardware,
+    from dmesg, or from the journal if only root may run dmesg.
     """
     journal = (
         "journalctl",
@@ -320,8 +320,8 @@ def locked_memory_note() -> str | None:
 
 
 def ranks_per_node(nproc: str, gpus: int) -> int:
-    """Return the number of ranks on a node with ``gpus`` GPUs. ``nproc``: this number, or
-    "gpu" for one rank per GPU.
+    """Return the number of ranks on a node with ``gpus`` GPUs. ``nproc`` is a number
+    of ranks, or "gpu" for one rank per GPU.
     """
     if nproc == "gpu":
         return gpus

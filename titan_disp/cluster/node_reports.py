@@ -128,8 +128,8 @@ def bandwidth_problems(bandwidth: Mapping[str, Any]) -> Problems:
 def config_problem(
     argv: Sequence[str], nodes: int, nproc: str, reports: Mapping[str, Report]
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of the config, and notes, for ``nodes`` nodes that all have the
-    most common number of GPUs.
+    """Return the problems of the config, and notes on the config, for ``nodes`` nodes
+    that all have the most common number of GPUs.
     """
     counts = [len(report["gpus"]) for report in reports.values()]
     ranks = nodes * ranks_per_node(nproc, max(counts, key=counts.count, default=0))

@@ -91,7 +91,7 @@ class Model:
     """The size of a model, and its cost in one step.
 
     Attributes:
-        parameters: a tied embedding counts once.
+        parameters: number of parameters; a tied embedding counts once.
         parameters_non_embedding: without the output and the embeddings of tokens and
             positions.
         flops: of forward and backward, without recomputation.
@@ -155,7 +155,7 @@ class Time:
             (``traffic``).
         between_bytes: bytes that a GPU sends in a step to other nodes.
         within_seconds, between_seconds: time to send these bytes.
-        exposed_seconds: communication that computing cannot hide, a lower bound.
+        exposed_seconds: lower bound of the communication that computing cannot hide.
         step_seconds: computing and exposed communication.
         tokens_per_second_per_gpu: throughput.
         days: time of all steps, without start-ups, checkpoints, validation and
@@ -217,7 +217,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What follows from a config and a machine alone."""
+    """The part of a plan that follows from a config and a machine alone."""
 
     mesh: Mesh
     batch: Batch
@@ -232,13 +232,13 @@ class Plan(Prediction):
 
     Attributes:
         config: path of the file.
-        machine: with all its bandwidths, in GB/s.
+        machine: the machine, with all of its bandwidths in GB/s.
         learning_rate: optimizer.lr with its schedule.
         coeff: λ, or None if dispersion is off.
-        checkpoints: those of the whole run.
+        checkpoints: the checkpoints of the whole run.
         sources: the shares of several sources of data.
-        unseen: for each local source, about which fraction of its text an epoch does
-            not read.
+        unseen: for each local source, the approximate fraction of its text that an
+            epoch does not read.
         resume: for each local source, what a resume in the middle of an epoch reads.
         node_counts: numbers of nodes that are possible, up to MAX_NODES, with the same
             number of GPUs per node.
@@ -320,15 +320,15 @@ def measured_files(
     for data, files in listed:
         if not files or data.key == "validation":
             continue
-        # A file's index of blocks may need too much memory, and that of token ids needs
-        # a tokenizer. Such a source is left out.
+        # An index of blocks may need too much memory, and an index of token ids needs a
+        # tokenizer. A source whose files cannot be indexed is left out.
         with contextlib.suppress(ConfigError):
             files_of[data.source] = with_densities(files, options)
     return files_of
 
 
-# CPU seconds to skip a gigabyte of stored bytes, on one core of 2024. Measured with C4's
-# gzip files, and with web text in the other formats.
+# CPU seconds to skip a gigabyte of stored bytes, on one core of a CPU of 2024. Measured
+# with C4's gzip files, and with web text in the other formats.
 SECONDS_PER_GB = {".gz": 5.9, ".zst": 4.0, ".parquet": 10.0}
 SECONDS_PER_GB_PLAIN = 1.0
 
@@ -381,7 +381,7 @@ def _seconds(file: DataFile, size: int) -> float:
 
 
 def find_machine(machine: Machine) -> Machine:
-    """Return the machine, with the numbers of its GPU in place of missing ones.
+    """Return the machine, with its missing numbers taken from its GPU.
 
     Raises ConfigError if a number of the machine is out of range.
     """
@@ -576,7 +576,7 @@ def _warnings(
 
 
 def predict(job_config: JobConfig, module: DispModel, machine: Machine) -> Prediction:
-    """Return what follows from a checked config and a machine of ``find_machine``.
+    """Return what follows from a checked config and a result of ``find_machine``.
 
     ``module`` is the config's model on the meta device.
     """

@@ -60,7 +60,7 @@ LAST_LINES = 15  # lines of a failed step's stderr in the message
 
 class Reduced:
     """Hold a changed copy of a config, and the changes that make the step smaller than
-    the run's or different from it.
+    the run's steps or different from them.
     """
 
     def __init__(self, job_config: JobConfig) -> None:
@@ -78,8 +78,8 @@ class Reduced:
 
 
 def small_flavor(job_config: JobConfig, ranks: int) -> str:
-    """Return the smallest flavor that fits the mesh and ties its embedding if the
-    config's flavor does.
+    """Return the smallest flavor that fits the mesh, with a tied embedding if the
+    config's flavor has one, and with an untied one otherwise.
     """
     # tied embeddings change FSDP's groups
     tied = args_of(job_config).enable_weight_tying
@@ -219,8 +219,8 @@ class Report:
 
 
 def preflight(options: PreflightOptions) -> Report:
-    """Check a config for all ranks of the job, then run one step of rank 0 in its own
-    process.
+    """Check a config for all ranks of the job, then run one step of rank 0 in
+    another process.
 
     Raises ConfigError if the unreduced config cannot work on these ranks, or if the step
     fails. In the second case, the message has the last lines of the step's output.
@@ -262,8 +262,8 @@ def _run(options: PreflightOptions, folder: Path) -> dict[str, Any]:
         str(folder),
         json.dumps(asdict(options)),
     ]
-    # Inside torchrun or a SLURM step, the process is rank 0 of the fake ranks all the
-    # same.
+    # The process is rank 0 of the fake ranks even if it runs inside torchrun or a SLURM
+    # step.
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
     }
@@ -325,8 +325,8 @@ class RandomTokens(BaseDataLoader):
 
 @contextmanager
 def synthetic_inputs(job_config: JobConfig) -> Iterator[None]:
-    """Within this context, let the registered spec have random tokens as data, and no
-    real tokenizer.
+    """Within this context, the registered spec uses random tokens as data, and no real
+    tokenizer.
     """
     spec = get_train_spec(job_config.model.name)
     before = spec.build_tokenizer_fn, spec.build_dataloader_fn
@@ -356,8 +356,8 @@ def one_step(job_config: JobConfig) -> dict[str, Any]:
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
     optimizers: Any = trainer.optimizers
     optimizers.settle()
-    # If fake communication has given an infinite value, the optimizer steps all the
-    # same, to measure Adam's memory.
+    # If fake communication has given an infinite value, the optimizer has skipped its
+    # step. It steps here, to measure Adam's memory.
     if optimizers.bad_terms:
         optimizers.inner.step()
     if not cpu.active():

@@ -25,7 +25,7 @@ from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError
 from titan_disp.text import estimated_duration
 
-# step times that differ by less than this fraction of the least count as equal
+# step times count as equal if they differ by less than this fraction of the shortest
 EQUAL = 0.01
 # Fraction of the GPU's memory that a config may fill. The rest is for the CUDA context,
 # NCCL and fragmentation.
@@ -58,8 +58,8 @@ class Suggestion:
 
 
 def suggest(job_config: JobConfig, machine: Machine) -> list[Suggestion]:
-    """Return the config as it is, and then the best other configs that fit the memory, by
-    step time.
+    """Return the config as it is, then the best other configs that fit the memory,
+    sorted by step time.
 
     If times are equal, the config with the fewest changes comes first, then the one with
     the largest batch. Raises ConfigError if the config is refused as it is.
@@ -133,7 +133,8 @@ def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[V
     choices = {
         BATCH: [n for n in range(1, sequences + 1) if sequences % n == 0],
         TENSOR: [2**i for i in range(20) if machine.gpus_per_node % 2**i == 0],
-        # No sharding over all nodes, because the plan ignores latencies
+        # Sharding over all nodes is not tried: it has long latencies, which the plan
+        # ignores.
         SHARD: {as_is[SHARD], machine.gpus_per_node},
         MODE: [("none", option), ("selective", "op"), ("full", option)],
         HEAD: {as_is[HEAD], 0, CHUNK},
@@ -144,7 +145,7 @@ def _tries(job_config: JobConfig, machine: Machine, as_is: Values) -> Iterator[V
         if values[SHARD] > 0:
             values[REPLICATE] = -1
         microbatch = values[BATCH] * world // (values[TENSOR] * context)
-        # The default, −1, is the global batch of one microbatch per rank.
+        # The default, −1, means a global batch of one microbatch per rank.
         if microbatch != sequences:
             values[GLOBAL] = sequences
         if microbatch <= sequences:

@@ -59,7 +59,7 @@ class Facts:
             has a value if the list contains it.
         needs: values that other keys must have if this key is set and not false.
         because: the reason for a limit, or what the limit means. Messages about values
-            of the wrong type end with it, too.
+            of the wrong type end with this reason, too.
         free: the reason why all values are allowed.
         unused: the reason why no value has an effect, under the conditions of ``when``
             and ``unless``.
@@ -160,7 +160,7 @@ class Facts:
 
 
 def elements(value: Any) -> list[Any]:
-    """Return the elements of a list, or a list of any other value."""
+    """Return the elements of a list, or [value] for any other value."""
     if isinstance(value, list):
         return value
     return [value]
@@ -208,7 +208,7 @@ def key(default: Any, source: str = "ours", **facts: Any) -> Any:
 
 
 def facts_of(field: Field[Any]) -> Facts:
-    """Return the metadata of a field, which is empty for a field of TorchTitan's."""
+    """Return the metadata of a field, which is empty if the field is TorchTitan's."""
     return field.metadata.get("facts", Facts())
 
 

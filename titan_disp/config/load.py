@@ -62,7 +62,7 @@ def _types(section: Any) -> dict[str, Any]:
     return {f.name: f.type for f in dataclasses.fields(section)}
 
 
-# The most frequent cause of an error of tomli, by the beginning of the error's text.
+# {beginning of an error message of tomli: the most frequent cause of this error}
 TOML_HINTS = {
     "Invalid value": "a text needs straight quotes, and a number has no leading zero",
     "Cannot overwrite a value": "a key or a section is defined twice",
@@ -81,7 +81,7 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read the config {path!r}: {error.strerror}{_near(path)}"
         ) from error
-    except ValueError as error:  # UnicodeDecodeError is one, too
+    except ValueError as error:  # such as UnicodeDecodeError
         python = re.search(r"[=\[,]\s*(True|False)\b", getattr(error, "doc", ""))
         hints = [
             hint for text, hint in TOML_HINTS.items() if str(error).startswith(text)
@@ -95,8 +95,8 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _near(path: str) -> str:
-    """Return a hint at a file whose name is similar to that of a missing file, or an
-    empty text.
+    """Return a hint that another file has a name similar to that of a missing file, or
+    an empty text.
     """
     if os.path.lexists(path):
         return ""
@@ -153,8 +153,8 @@ def _of_type(value: Any, type_: Any) -> Any:
 
 
 def _meanings(words: Sequence[str], type_: Any) -> list[Any]:
-    """Return the values of a type that the words of an option can mean, the likeliest
-    first. An option without words means true, as in TorchTitan.
+    """Return the values of a type that an option's words can mean, the likeliest first.
+    An option without words means true, as in TorchTitan.
 
     A list is written as in TOML, with commas, or as several words. The items of a list
     may be lists (``a,b c``). A list of one item can also mean the item itself.
@@ -274,7 +274,8 @@ def expanded(key: str, path: str) -> str:
     if unknown:
         raise ConfigError(
             f"{key} is {path!r}, but {unknown[0]} is no user or variable here: set the "
-            "variable, or write the path without it (a name that begins with ~: ./~name)"
+            "variable, or write the path without it (write a name that begins with ~ "
+            "as ./~name)"
         )
     return full_path
 

@@ -235,7 +235,9 @@ def _find(name: str) -> Iterator[Section]:
 
 
 def _explained(key: Key) -> Key:
-    """Return a key. The text of a key of TorchTitan's also gets its meaning and limits."""
+    """Return a key. If the key is TorchTitan's, its meaning and limits are added to its
+    text.
+    """
     facts = key.facts
     if facts.source != TORCHTITAN:
         return key

@@ -204,8 +204,8 @@ class DispCheckpointManager(CheckpointManager):
         if self.saves_again:
             return True
         wanted = self._forced or self._due or super()._should_save(curr_step, last_step)
-        # A skipped step changes no weights, so a save would be sound. The save waits
-        # all the same, because the next good step is not far away.
+        # A skipped step changes no weights, so a save would be sound. The save still
+        # waits, because the next good step is not far away.
         if wanted and not self.hooks.healthy() and not (self._forced or last_step):
             self._due = True
             logger.warning(
@@ -239,7 +239,7 @@ class DispCheckpointManager(CheckpointManager):
                 self._saved(curr_step)
 
     def _save(self, curr_step: int, last_step: bool) -> None:
-        """Save this step as TorchTitan does, without asking again if a save is due."""
+        """Save this step as TorchTitan does, without checking whether a save is due."""
         on_rank_0(storage.patiently, self._make_room, curr_step, group=self.pg)
         super().save(curr_step, last_step)
 
@@ -261,7 +261,7 @@ class DispCheckpointManager(CheckpointManager):
                 self.hooks.tokenizer(),
                 self._config.export_dtype,
             )
-        except (ConfigError, OSError) as error:  # the weights are saved all the same
+        except (ConfigError, OSError) as error:  # the weights are saved already
             logger.warning(
                 f"{folder} holds weights without config and tokenizer ({error}): "
                 "titan-disp export writes both"
@@ -351,7 +351,7 @@ class DispCheckpointManager(CheckpointManager):
     def save_has_failed(self) -> bool:
         """Return whether an asynchronous save has failed on this rank, without waiting.
 
-        If the save has succeeded, this records it.
+        If the save has succeeded, this call records the success.
         """
         future = self.save_future
         if future is None or not future.done():
@@ -470,9 +470,9 @@ class DispCheckpointManager(CheckpointManager):
         return loaded
 
     def _take_back(self) -> None:
-        """Rename the newest damaged-N back to step-N if it is newer than all checkpoints
-        and not damaged, because a failure of the file system may have looked like
-        damage. A collective call.
+        """Rename the newest damaged-N back to step-N if N is newer than all checkpoints
+        and the files are not damaged. (A failure of the file system may have looked
+        like damage.) A collective call.
         """
         step = on_rank_0(storage.patiently, self._newest_damaged)
         if step is None:
@@ -535,9 +535,9 @@ class DispCheckpointManager(CheckpointManager):
             raise CheckpointError(
                 f"no checkpoint in {self.folder} can be loaded ({len(failed)} tried); "
                 f"the newest: {failed[steps[-1]]}. Nothing was trained. If the config "
-                "has changed since they were saved, undo the change; if they are "
-                "damaged, restore a copy. Otherwise start a new run in another "
-                "--job.dump_folder"
+                "has changed since the checkpoints were saved, undo the change; if the "
+                "checkpoints are damaged, restore a copy. Otherwise start a new run in "
+                "another --job.dump_folder"
             )
         # TorchTitan uses initial_load_path only if the folder does not exist. Our
         # folder may exist and hold unfinished saves.
@@ -579,8 +579,8 @@ class DispCheckpointManager(CheckpointManager):
             raise RefusedError(
                 "checkpoint.exclude_from_loading has 'train_state', but "
                 f"{self.folder} holds checkpoints ({', '.join(map(str, trained))}), "
-                "which training from step 1 would overwrite: remove it from the list, or "
-                "start a new run in another --job.dump_folder, with "
+                "which training from step 1 would overwrite: remove 'train_state' from "
+                "the list, or start a new run in another --job.dump_folder, with "
                 "--checkpoint.initial_load_path for the weights"
             )
 
@@ -620,8 +620,9 @@ class DispCheckpointManager(CheckpointManager):
         return None
 
     def step_back(self) -> int | None:
-        """Load weights and optimizer of an earlier checkpoint than the newest one, and
-        return its step, or None if no earlier one can be loaded. A collective call.
+        """Skip the newest checkpoint, and load weights and optimizer of the newest
+        earlier one that loads. Return its step, or None if none loads. A collective
+        call.
 
         Raises UnreadableError on all ranks, as ``load`` does.
         """
@@ -740,8 +741,8 @@ class DispCheckpointManager(CheckpointManager):
 
 
 def _refuse_ended(folder: str) -> None:
-    """Raise EndedError if the run ended with ``checkpoint.last_save_in_hf``, because it
-    would train again and overwrite the saved model.
+    """Raise EndedError if the run ended with ``checkpoint.last_save_in_hf``, because a
+    start would train again and overwrite the saved model.
     """
     for step in reversed(integrity.steps_of(Path(folder), "step")):
         path = Path(folder, f"step-{step}")
@@ -750,8 +751,8 @@ def _refuse_ended(folder: str) -> None:
                 f"{path} holds the model only, in Hugging Face's format "
                 "(checkpoint.last_save_in_hf): the run ended there. To continue from "
                 "an earlier checkpoint, move this one away; to start a new run from "
-                "it, set another --job.dump_folder, --checkpoint.initial_load_in_hf "
-                "and --checkpoint.initial_load_path",
+                "this one, set another --job.dump_folder, "
+                "--checkpoint.initial_load_in_hf and --checkpoint.initial_load_path",
                 step,
             )
 
@@ -777,9 +778,9 @@ def _unreadable(folder: str, error: BaseException) -> CheckpointError:
 
 
 def _agreed(outcome: CheckpointError | str | None) -> str | None:
-    """Return the first reason of a rank for not loading a checkpoint, or None if no
-    rank has one. If the outcome of a rank is an error, all ranks raise the first such
-    error. A collective call.
+    """Return why a checkpoint is not loaded: the first reason that a rank gives as its
+    ``outcome``, or None if all give None. If ranks give errors, all ranks raise the
+    first error. A collective call.
     """
     outcomes: list[Any] = [outcome]
     if dist.is_initialized() and dist.get_backend() != "fake":

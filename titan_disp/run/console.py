@@ -80,7 +80,7 @@ def is_for_console(record: logging.LogRecord) -> bool:
 
 
 def log_file() -> Path | None:
-    """Return this rank's ``LOG``, or None if torchrun keeps no files of its output."""
+    """Return this rank's ``LOG``, or None if torchrun writes no output to files."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file and Path(error_file).with_name("stdout.log").exists():
         return Path(error_file).with_name(LOG)
@@ -91,7 +91,7 @@ def split_log() -> None:
     """Write all records to this rank's ``LOG``, and to the console only those for which
     ``is_for_console`` is true. Ranks other than 0 print warnings and errors only.
 
-    If torchrun keeps no files, the console shows everything, in TorchTitan's format.
+    If torchrun writes no files, the console shows everything, in TorchTitan's format.
     Call this function once.
     """
     path = log_file()

@@ -140,9 +140,9 @@ class RunFolder:
             new = reader.flatten(self._config)
         except ValueError as error:
             raise ConfigError(
-                f"{error}. It records the config that this run was started with. To "
-                "continue, check that your config is still the same, and move the file "
-                "away"
+                f"{error}. The file records the config that this run was started with. "
+                "To continue, check that your config is still the same, and move the "
+                "file away"
             ) from error
         return dict(sorted(changes(old, new).items()))
 
@@ -182,7 +182,7 @@ class RunFolder:
 
     @property
     def owned(self) -> bool:
-        """Return whether the folder is certainly this start's."""
+        """Return whether the folder certainly belongs to this start."""
         return self.lock.owner() == self.lock.holder
 
     def close(self) -> None:
@@ -194,8 +194,8 @@ RUN_ID = "run_id"  # in the run folder
 
 
 def read_id(file: Path) -> str:
-    """Return the id in a file, or "" if there is no such file. Raises ConfigError if the
-    path is not a regular file, and OSError.
+    """Return the id in a file, or "" if there is no such file. Raises OSError, or
+    ConfigError if the path is not a regular file.
     """
     check_regular(file)
     with contextlib.suppress(FileNotFoundError):
@@ -204,7 +204,9 @@ def read_id(file: Path) -> str:
 
 
 def lasting_id(file: Path, new: str = "") -> str:
-    """Return the id in a file. If there is none, write ``new`` or a random one."""
+    """Return the id in a file. If there is no id, write and return ``new``, or a random
+    id if ``new`` is empty.
+    """
     # The id is not a hash of the path, because a run in an emptied folder is a new run.
     name = read_id(file) or new or uuid.uuid4().hex
     if name != read_id(file):

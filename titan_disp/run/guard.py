@@ -43,7 +43,7 @@ ADVICE_ZERO = (
 
 
 def _end(message: str) -> None:
-    """Raise NonFiniteError: ``at_limit`` under TorchTitan's own trainer."""
+    """Raise NonFiniteError. This is ``at_limit`` under TorchTitan's own trainer."""
     raise NonFiniteError(message)
 
 

@@ -73,8 +73,8 @@ def measure(trainer: Trainer, monitor: Monitor) -> Measurement:
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # As a backward pass does. If the head stayed gathered, a save would not
-            # find the parameters of the optimizer.
+            # A backward pass does this, too. If the head stayed gathered, a save would
+            # not find the parameters of the optimizer.
             module.reshard()
     return measurement
 

@@ -53,7 +53,7 @@ class Attempt:
     # times of its rows and events, in order, including its first event
     times: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)  # of the same rows and events
-    end: Mapping[str, Any] | None = None  # its event of ``END``
+    end: Mapping[str, Any] | None = None  # the event in ``END`` that ended it
     # when its allocation began, if its first event says so; otherwise ``began``
     allocated: float = 0.0
     # (step, seconds by activity) of the rows and events with a field "spent"

@@ -31,7 +31,7 @@ from titan_disp.run.integrity import has_hashes
 from titan_disp.run.storage import may_pass, one_line
 from titan_disp.tables import changes
 
-# compared only if [budget] is used, which counts tokens as steps of the same size
+# compared only if [budget] is used, which computes tokens as steps × tokens of a step
 STEP = "tokens of a step"
 RUN = "id of the run"  # from RUN/run_id. Checkpoints of earlier versions have none.
 NAME = "identity"  # the name of the identity among the states of a checkpoint
@@ -154,9 +154,9 @@ def check_hashes(folder: str) -> None:
     """
     if not has_hashes(folder) and RUN in read_identity(folder):
         raise RefusedError(
-            f"{folder} has no hashes.json, although titan-disp has saved it: nothing "
-            "would notice damage. Restore the file, or move the checkpoint away. To "
-            "load it all the same: --checkpoint.allow_unverified"
+            f"{folder} has no hashes.json, although titan-disp has saved it: damage "
+            "would not be found. Restore the file, or move the checkpoint away. To "
+            "load it without hashes: --checkpoint.allow_unverified"
         )
 
 
@@ -166,7 +166,7 @@ def check_identity(
     """Raise RefusedError if the identity of a run differs from that of its checkpoint.
 
     With ``other_loss``, the loss may differ. If the checkpoint lacks a key, an earlier
-    version without this key saved the checkpoint. It trained as with the key's default.
+    version without this key saved it, and trained as with the key's default value.
     """
     if saved:
         defaults = {key: f.default for key, f in all_keys().items()}
@@ -178,16 +178,16 @@ def check_identity(
     loss = [sentence for sentence in changed if sentence.startswith("dispersion.")]
     if loss and not other_loss:
         raise RefusedError(
-            f"the checkpoint was trained with another loss: {'; '.join(loss)}. Set it "
-            "back, start a new run in another --job.dump_folder, or go on with the "
-            "new loss: --checkpoint.allow_other_loss"
+            f"the checkpoint was trained with another loss: {'; '.join(loss)}. Set the "
+            "loss back, start a new run in another --job.dump_folder, or go on with "
+            "the new loss: --checkpoint.allow_other_loss"
         )
     if step := [sentence for sentence in changed if sentence.startswith(STEP)]:
         raise RefusedError(
-            f"{step[0]}: [budget] counts tokens by steps of one size. Set "
+            f"{step[0]}: [budget] needs steps with equal numbers of tokens. Set "
             "training.global_batch_size (−1: the number of ranks) and "
-            "training.seq_len back, training.steps instead of [budget], or start a "
-            "new run in another --job.dump_folder"
+            "training.seq_len back, set training.steps instead of [budget], or start "
+            "a new run in another --job.dump_folder"
         )
     if model := [sentence for sentence in changed if sentence not in loss]:
         raise RefusedError(

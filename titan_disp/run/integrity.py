@@ -144,7 +144,7 @@ class HashingWriter(_FileSystemWriter):
 def read_hashes(folder: str | os.PathLike[str]) -> dict[str, str] | None:
     """Return {file name: hash} from hashes.json, or None if there is no such file.
 
-    Raises ValueError if the file has another content, and OSError.
+    Raises OSError, or ValueError if the content is not that of a hashes.json.
     """
     try:
         content = json.loads((Path(folder) / HASHES).read_bytes())
@@ -230,8 +230,8 @@ def damage(
     """Return a message about the first file in this rank's share that differs from its
     hash, or None.
 
-    ``read`` is called with the number of bytes after each read. Raises OSError if a file
-    that exists cannot be read, which does not prove damage.
+    After each read of a file, ``read`` is called with the number of bytes. Raises
+    OSError if a file that exists cannot be read, which does not prove damage.
     """
     folder = Path(folder)
     try:
@@ -385,8 +385,8 @@ def finish_saves(folder: Path) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a folder step-N is empty, or holds only files of a save of
-    titan-disp that did not end.
+    """Return whether a folder step-N is empty, or holds only files of a save that
+    titan-disp began and did not finish.
 
     Any other folder without ``.metadata`` may be a checkpoint whose ``.metadata`` was
     moved away, or a save of TorchTitan's own trainer. Only the user can tell.

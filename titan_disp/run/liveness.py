@@ -387,11 +387,11 @@ class Start:
             return None
         other = self.run_folder.taken_by()
         if other:
-            self.heartbeat.file = None  # the file is the other start's now
+            self.heartbeat.file = None  # the other start writes it now
         return other
 
     def owns_folder(self) -> bool:
-        """Return whether the run folder is certainly this start's."""
+        """Return whether the run folder certainly belongs to this start."""
         return self.run_folder is not None and self.run_folder.owned
 
     def announce(self, doing: str, step: int) -> None:

@@ -7,7 +7,7 @@ others apply locks within one node only, and a forked process would keep holding
 A killed start leaves its lock behind. Another start takes the lock over
 
 - if both starts run on the same machine, and the process that held the lock is dead;
-- else if its holder was an earlier start of the same SLURM job, which SLURM has ended;
+- else if the holder was an earlier start of the same SLURM job, which SLURM has ended;
 - else if nobody renews the lock while it is watched.
 """
 
@@ -172,7 +172,7 @@ def abandoned(path: Path) -> bytes | None:
             f"the run folder {str(path.parent)!r} is in use by another job "
             f"({described(holder)}): two jobs in one run folder would corrupt it. Stop "
             "the other job, use another run folder (--job.dump_folder, or "
-            "sweep.folder of a sweep), or if it is a copy of the other job's folder, "
+            "sweep.folder of a sweep), or if this is a copy of the other job's folder, "
             f"delete {path.name} in the copy"
         )
     return content
@@ -208,7 +208,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path, name: str = LOCK) -> None:
-        """Take the lock. Raises InUseError if another start holds it, and OSError."""
+        """Take the lock. Raises OSError, or InUseError if another start holds it."""
         self.path = folder / name
         self.holder = {
             "id": uuid.uuid4().hex,
@@ -254,8 +254,8 @@ class Lock:
                 self._renewed = time.monotonic()
 
     def owner(self) -> dict[str, Any]:
-        """Return the fields of whoever holds the lock now: ``holder``, or those of
-        another start that has taken it over. Return {} if the file cannot be read.
+        """Return the fields of the lock's present holder: ``holder``, or the fields of
+        another start that has taken the lock over. Return {} if the lock is unreadable.
         """
         with suppress(OSError):
             return holder_of(self.path.read_bytes())

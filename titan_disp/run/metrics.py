@@ -50,7 +50,7 @@ NOTED_WAITING = 0.03
 
 def _notes(data: Mapping[Metric, float]) -> Iterator[str]:
     """Yield the console's notes about the data. The first is the largest number of
-    epochs that any source was read, if it is more than 1. The second is the fraction of
+    epochs of any source, if this number is more than 1. The second is the fraction of
     time spent waiting for data, if it is at least ``NOTED_WAITING``.
     """
     epochs = max(
@@ -116,10 +116,10 @@ class TensorBoardFolder(BaseLogger):
                 writer.add_scalar(name, value, step)
 
     def log_heatmap(self, measured: Measurement, step: int) -> None:
-        """Log a heatmap if ``step`` is at least HEATMAP_RATIO times that of the last
-        heatmap.
+        """Log a heatmap if ``step`` is at least HEATMAP_RATIO times the step of the
+        last heatmap.
 
-        The ratio makes heatmaps rarer, because all ranks wait for a fifth of a second
+        The ratio keeps heatmaps rare, because all ranks wait for a fifth of a second
         while rank 0 draws one.
         """
         if step < self._next_heatmap:

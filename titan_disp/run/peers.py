@@ -19,7 +19,7 @@ INTERVAL = 5.0  # seconds between two notes of a rank
 # choice. The time-out of collective operations, 100 s by default, must be longer.
 WAITING = 20.0
 KEY = "titan-disp rank {}"
-SILENT = 4 * INTERVAL  # a rank without a note for so many seconds does not answer
+SILENT = 4 * INTERVAL  # a rank that writes no note for this long does not answer
 GONE = "; it does not answer any more"
 
 

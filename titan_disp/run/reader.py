@@ -198,7 +198,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
         before = b""
         with open(path, "rb") as lines:
             for line in lines:
-                # After an error, a line may be written again although it is there.
+                # After an error, a line that is in the file may be written again.
                 if line == before:
                     continue
                 before = line
@@ -231,5 +231,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     check_regular(path)
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, expected an object")
+        raise ValueError(
+            f"the file holds a {type(content).__name__}, expected a JSON object"
+        )
     return content

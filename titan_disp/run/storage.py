@@ -83,9 +83,9 @@ def patiently(action: Callable[..., T], *arguments: Any) -> T:
 def together(action: Callable[..., T], *arguments: Any) -> T:
     """Return what a collective ``action(*arguments)`` returns.
 
-    All ranks raise an UnreadableError or CheckpointException together. If it
-    ``may_pass``, the action is tried again after each of ``PAUSES``, and then the error
-    is raised. Other errors are raised at once.
+    All ranks raise an UnreadableError or CheckpointException together. If this
+    error ``may_pass``, the action is tried again after each of ``PAUSES``, and then the
+    error is raised. Other errors are raised at once.
     """
     for pause in PAUSES:
         try:
