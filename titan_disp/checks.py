@@ -88,8 +88,8 @@ def check_config(
 
     ``problems`` may collect all errors. By default, the first error is raised.
 
-    The config is also completed: training.steps is set from budget.tokens,
-    data_parallel_replicate_degree = −1 and validation.seq_len = −1 are replaced, and
+    The config is also completed: budget.tokens determines training.steps; the −1 of
+    data_parallel_replicate_degree and of validation.seq_len is replaced; and
     model.overrides and dispersion.options become tables.
     """
     if not hasattr(job_config, "dispersion"):
@@ -185,7 +185,7 @@ def nearest_hint(
 
 
 def resolve_tables(job_config: JobConfig) -> None:
-    """Turn model.overrides and dispersion.options into tables, if they are words."""
+    """Turn model.overrides and dispersion.options into tables, if they are text."""
     model = job_config.model
     dispersion = job_config.dispersion
     model.overrides = parse_overrides(model.overrides)
@@ -228,8 +228,8 @@ def _holds(facts: Facts, job_config: JobConfig) -> bool:
 
 
 def config_warnings(job_config: JobConfig) -> Iterator[str]:
-    """Yield warnings about the keys without effect, and about the schedules, of a config
-    that has passed ``check_config``.
+    """Yield warnings about keys that have no effect, and about the schedules. The config
+    must have passed ``check_config``.
     """
     defaults = type(job_config)()
     for key, facts in all_facts().items():
@@ -377,7 +377,7 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
         if rows is not None and rows % tp and args.dim % shards:
             raise ConfigError(
                 f"tensor_parallel_degree {tp} does not divide the {rows} rows of an "
-                f"embedding of {flavor!r}, and its {args.dim} columns, which FSDP "
+                f"embedding of {flavor!r}, and the {args.dim} columns, which FSDP "
                 f"shards in this case, are not a multiple of {shards} "
                 "(data_parallel_shard_degree × context_parallel_degree): set a "
                 "data_parallel_shard_degree with which this product is a divisor of "
@@ -554,7 +554,7 @@ def check_device(job_config: JobConfig) -> None:
     ):
         raise ConfigError(
             "tensor parallelism, activation checkpointing and compile.enable are on, expected at most two of them on a CPU: "
-            'torch cannot compile its attention with all. Set activation_checkpoint.mode = "none"'
+            'torch cannot compile attention with all three. Set activation_checkpoint.mode = "none"'
         )
 
 
@@ -581,8 +581,8 @@ def _is_compiled(job_config: JobConfig) -> bool:
 
 
 def check_launched(job_config: JobConfig) -> None:
-    """Check that torchrun has started this process, and that rank 0 can listen where
-    the ranks meet.
+    """Check that torchrun has started this process, and that rank 0 can listen on the
+    port where the ranks meet.
     """
     if "LOCAL_RANK" not in os.environ:
         config = job_config.job.config_file
@@ -591,7 +591,7 @@ def check_launched(job_config: JobConfig) -> None:
             f"titan-disp train {config}, or torchrun --nproc-per-node N -m "
             f"titan_disp.train --job.config_file {config}"
         )
-    # torchrun's own process may listen for the ranks already.
+    # torchrun's own process may already listen on this port.
     listens = os.environ.get("RANK") == "0" and not dist.is_initialized()
     if not listens or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -714,7 +714,8 @@ def build_dispersion_losses(
         loss = _build_loss(f"{where}.", values, job_config)
         name = loss.name
         count = 1
-        # dispersion_fit_error is the name of another number in metrics.jsonl.
+        # No loss is called fit_error, because dispersion_fit_error is the name of
+        # another number in metrics.jsonl.
         while name in (*losses, "fit_error"):
             count += 1
             name = f"{loss.name}_{count}"

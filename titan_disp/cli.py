@@ -310,12 +310,12 @@ def run(args: Sequence[str], prog: str) -> None:
         "Pre-train language models with the dispersion loss, and measure their "
         "condensation. titan-disp --version prints the version."
     )
-    # Without pairs, help shows --json, and not "--json, --no-json"
+    # With this marker, help shows --json instead of "--json, --no-json".
     config = (tyro.conf.FlagCreatePairsOff,)
     options = _app(COMMANDS, listed=command is None).cli(
         prog=prog, description=about, args=args, config=config
     )
-    assert command is not None  # otherwise, tyro has printed help or an error
+    assert command is not None  # without a command, tyro exits
     function = command[1]
     if isinstance(function, str):
         function = resolve_name(f"titan_disp.{function}")
@@ -337,7 +337,7 @@ def _collected(argv: Sequence[str], options: type) -> list[str]:
     repeated.
     """
     types = get_type_hints(options)
-    groups: list[list[str]] = [[]]  # each one is an option with its values
+    groups: list[list[str]] = [[]]  # each group is an option with its values
     group_of: dict[str, list[str]] = {}
     for word in argv:
         option, equals, value = word.partition("=")

@@ -64,7 +64,7 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
 
     If the block fails, the new file is removed and an older one stays. Readers on other
     nodes never find half a file. The content is on disk before the file gets its name.
-    After a crash of the node, the older file is therefore there, not an empty one.
+    A crash of the node therefore leaves the older file, never an empty one.
 
     ``by_many``: processes on several nodes may write the same file at the same time.
     """

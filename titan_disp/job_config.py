@@ -152,8 +152,8 @@ class Dispersion:
 
 @dataclass
 class Baseline:
-    """docs/training.md describes these other methods, which may counteract condensation,
-    too.
+    """These other methods may also counteract condensation. docs/training.md describes
+    them.
     """
 
     method: Literal["none", "noisy_embedding", "active_forgetting"] = key(
@@ -555,7 +555,7 @@ def check_dashes(word: str) -> None:
 
 
 def fixed(what: str) -> list[str]:
-    """Return the full names of the keys that fix ``what`` for the life of a run: "data"
-    or "model".
+    """Return the full names of the keys that fix the data or the model for the life of a
+    run. ``what`` is "data" or "model".
     """
     return [name for name, f in all_keys().items() if facts_of(f).fixes == what]

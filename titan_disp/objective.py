@@ -37,10 +37,10 @@ class LossLedger:
     The sums stay on the device, so adding never waits for the GPU.
 
     Attributes:
-        sources: by source of data, the number of this rank's slots (streams of
-            documents) that read the source, in the order of the slots. The sequences of
-            a rank come from its slots in turn. If it is empty, there are no means of
-            single sources.
+        sources: a dict from a source of data to the number of this rank's slots
+            (streams of documents) that read this source, in the order of the slots. The
+            sequences of a rank come from its slots in turn. If the dict is empty, there
+            are no means of single sources.
     """
 
     def __init__(self) -> None:
@@ -371,8 +371,8 @@ class DispersionObjective:
         """Return a scalar 0, whose backward computes the losses and adds their gradients.
 
         The losses' gradients are multiplied by the gradient of the scalar, which
-        includes λ because the caller multiplies the scalar by λ. ``coeff`` is also λ,
-        because backward adds λ · dispersion to ``_late``.
+        includes λ because the caller multiplies the scalar by λ. Backward also needs λ
+        as ``coeff``, to add λ · dispersion to ``_late``.
         """
         self._awaited.add(batch)
         self._last = batch

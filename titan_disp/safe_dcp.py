@@ -41,7 +41,7 @@ def _member(enum: Any, name: str) -> Any:
     return _ENUM[name]
 
 
-# All names that checkpoints contain, of one process, FSDP2, HSDP and TP, saved
+# All names in the checkpoints of a single process, FSDP2, HSDP and TP, saved
 # synchronously or asynchronously. A name must match exactly, so that a dotted name
 # ("metadata.os.system") is refused.
 _ALLOWED: dict[tuple[str, str], Any] = {

@@ -201,7 +201,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _connect_parts(self, world_size: int) -> None:
-        """Connect the parts that TorchTitan has built with each other."""
+        """Connect TorchTitan's parts with each other, after they are built."""
         job = self.job_config
         self.loss_fn.defer = True
         if self.worker is not None:
@@ -275,10 +275,10 @@ class DispTrainer(Start, Trainer):
     # ---- before the first step
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Return an iterator over the batches of this rank, after recording what begins.
+        """Record what this start does, and return an iterator over this rank's batches.
 
-        TorchTitan calls this once, after it has loaded a checkpoint, so that the step
-        is known from here on. Raises, on all ranks, RefusedError if the checkpoint is
+        TorchTitan calls this once, after loading a checkpoint, so the step is known from
+        here on. Raises, on all ranks, RefusedError if the checkpoint is
         of another baseline.method, and ConfigError if the held-out text is too short.
         """
         self._check_parameter_groups()
@@ -375,8 +375,8 @@ class DispTrainer(Start, Trainer):
             )
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and note for other ranks and for the stragglers when this
-        rank reads data, and when each batch has arrived.
+        """Yield the batches. Note, for other ranks and for ``stragglers``, when this rank
+        reads data and when each batch has arrived.
         """
         self.heartbeat.go_on("reading data", self.step)
         for batch in batches:
@@ -387,9 +387,10 @@ class DispTrainer(Start, Trainer):
             self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
-        """Report how far all ranks together have read to their data positions, if they
-        have read more since the last report. A rank that has finished waits here for
-        the others, because its first step would not wait that long.
+        """While the ranks read to their data positions, report how far they all have
+        read together, unless this is unchanged since the last report. A rank that has
+        finished waits here for the others, because its first step would not wait that
+        long.
 
         A collective call, which each rank repeats until its progress is finished.
         """
@@ -408,8 +409,8 @@ class DispTrainer(Start, Trainer):
     # ---- a step
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step, and act on what all ranks have agreed on: in this step
-        if it logs or ends, else in the previous step.
+        """Run TorchTitan's step, and act on what all ranks agreed on: in this step, if
+        this step logs or is the last one; otherwise, in the previous step.
 
         Raises on all ranks what ``_step_back`` raises, CheckpointError if an
         asynchronous save has failed, and DataError if too much of the data is damaged.
@@ -507,7 +508,7 @@ class DispTrainer(Start, Trainer):
         return self.step >= self.last_step or self.optimizers.agreed["stop"]
 
     def should_continue_training(self) -> bool:
-        """Return whether TorchTitan runs another step, the same on all ranks."""
+        """Return whether TorchTitan runs another step. All ranks return the same."""
         return self.step < self.last_step and not self._stopping
 
     def _record_kernels(self) -> None:

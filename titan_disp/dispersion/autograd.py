@@ -63,12 +63,12 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def of_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return x [B, …] of each rank of the group, [ranks, B, …]. None: all ranks."""
+    """Return each rank's x [B, …], as [ranks, B, …]. A group of None: all ranks."""
     return Gathering(x, group).of_ranks()
 
 
 def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the object x of each rank of the group. None: all ranks."""
+    """Return each rank's object x. A group of None: all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, x, group=group)
     return gathered
@@ -202,7 +202,7 @@ def add_in_backward(
 
 
 class _Pass:
-    """The backward pass that has last reached a value."""
+    """The latest backward pass that has reached a value."""
 
     number = -1  # autograd's id of the pass
     factor: Tensor  # the gradient of the value
@@ -210,7 +210,8 @@ class _Pass:
 
 
 class _InPass(torch.autograd.Function):
-    """Return ``value``. Backward only stores the number and the gradient of its pass.
+    """Return ``value``. Backward only stores the gradient of ``value`` and autograd's
+    id of the backward pass.
 
     The tokens are inputs, so backward runs before any gradient of the tokens is
     complete. The hooks on the tokens then add the gradient of ``value``.

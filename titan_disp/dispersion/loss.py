@@ -188,31 +188,30 @@ class DispersionLoss:
 
         Args:
             zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if
-                ``group`` is given. The shards of all ranks must always have equal
-                shapes, which are compared when they are new to a rank. Layers may
-                differ in dtype and, except with the sampled estimator, in F. The exact
-                loss does not depend on the order of the tokens, nor on which rank has
-                which tokens.
+                ``group`` is given. The shards must have equal shapes on all ranks in
+                every call. The ranks compare shapes only in the first call with these
+                shapes. Layers may differ in dtype and, except with the sampled
+                estimator, in F. The exact loss does not depend on the order of the
+                tokens, nor on which rank has which tokens.
             group: process group or 1-D mesh over which the sequence is sharded.
             step: training step, which determines the positions of the sampled
                 estimator. The same step gives the same positions.
             fit_errors: list to which the moments estimator appends one error [B] per
-                layer: the relative error of the fitted slopes on pairs that are left out
-                of their own fit, weighted by the pairs' contribution to the gradient.
-                Without the list, the host waits for the errors and warns if one is
-                above 10 %.
+                layer: the relative leave-one-out error of the fitted slopes, in which
+                pairs are weighted by their contribution to the gradient. Without the
+                list, the host waits for the errors and warns if one is above 10 %.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at
                 padding, where z may be anything. The loss ignores padding. The loss of
                 a sequence with fewer than two tokens is 0.
             segments: int [B, N], or this rank's [B, N/p], instead of ``valid``: the
                 index of each token's document in its sequence, or −1 at padding. The
                 loss then takes only the pairs *within* documents, and is 0 if there are
-                none. This is possible with losses of cosines and l2_repel, exact and
-                sampled. The host waits for these indices.
+                none. Losses of cosines and l2_repel support this with the exact and the
+                sampled estimator. The host waits for these indices.
             first: the index of the first layer of ``zs`` among all layers of the loss.
-            arriving: for ``compute_in_backward``: a list with one entry, the gradient of
-                the only layer from the rest of the model. Backward may remove the entry,
-                and then returns the sum of both gradients.
+            arriving: for ``compute_in_backward``: a list with one entry, the gradient
+                that the only layer gets from the rest of the model. Backward may remove
+                this gradient, and then returns the sum of it and the loss's gradient.
             in_hooks: whether the sampled estimator may add its gradient by hooks on
                 ``zs``. Each of ``zs`` must then also get a gradient from the rest of
                 the model.
@@ -249,7 +248,7 @@ class DispersionLoss:
         if pg is not None:
             _check_shards(tuple(tuple(z.shape) for z in zs), pg)
         mask = self._mask(valid, segments, zs[0], pg)
-        if not len(zs[0]):  # maxima over no sequence are not defined
+        if not len(zs[0]):  # without a sequence, no maximum is defined
             return torch.stack(
                 [z.sum((1, 2), dtype=accumulation_dtype(z.dtype)) for z in zs]
             )

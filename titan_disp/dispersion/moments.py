@@ -177,10 +177,10 @@ def block_size(counts: Count, length: int) -> Count:
 def offset_in_block(block: Tensor, size: Count) -> Tensor:
     """Return the offset of the sampled token in each block of ``size`` tokens.
 
-    The offset is the fractional part of (block · golden ratio), times the size. Offsets
-    spread evenly, but tokens at a regular distance could all be alike, as in a table.
-    The offset in the first block is 0, so that the first token is sampled. In a
-    language model, it is often unlike all others.
+    The offset is the fractional part of (block · golden ratio), times the size. These
+    offsets spread evenly. With equal offsets, the sampled tokens could all be alike, as
+    in a table. The offset in the first block is 0, so that the first token is sampled:
+    in a language model, the first token is often unlike all others.
     """
     return ((block * GOLDEN) % 2**32) * size >> 32
 
@@ -244,15 +244,15 @@ def fit(
 
     A quadratic is fitted to w and r of the token's cosines with the sampled tokens,
     whose unit vectors are ``vectors`` [B, m, F]. The sums are over all these pairs. e is
-    the error of the slope for a pair that is left out of the fit. Each pair is weighted
-    by the length of its contribution to the gradient.
+    the leave-one-out error of the slope for a pair. Each pair is weighted by the length
+    of its contribution to the gradient.
     """
     u = tokens.u
     x = u.to(operand_dtype(tokens.z))
     y = vectors.to(x.dtype)
     local_index = torch.arange(u.shape[1], device=u.device)[None, :, None]
     if tokens.mask is None:
-        valid = local_index >= 0  # all
+        valid = local_index >= 0  # True for all
     else:
         valid = tokens.mask.own
     rows = _Rows(

@@ -76,9 +76,9 @@ class DispModelArgs(BaseModelArgs):
         """Return the numbers of elements that a block holds on one rank for backward,
         per token of a CP rank's part of the sequence.
 
-        The keys "none", "op" and "full" are modes of activation checkpointing, with the
-        elements that forward saves. "gradients" has the gradients of activations at the
-        peak of a block's backward pass.
+        For the keys "none", "op" and "full", which are modes of activation
+        checkpointing, the number is what forward saves. For "gradients", it is the
+        gradients of activations at the peak of a block's backward pass.
 
         TP shards the sequence between blocks. Inside a block, TP gathers the inputs of
         attention and feed-forward network, and shards the computation of these two over

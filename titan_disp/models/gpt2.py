@@ -95,10 +95,10 @@ class GPT2DispModelArgs(DispModelArgs):
         h = self.hidden_dim
         reduced = 2 * d / tp if tp > 1 else 0
         return {
-            # Both residuals; both normalized inputs; q, k, v and the attention's
+            # Saved: both residuals; both normalized inputs; q, k, v and the attention's
             # output; w1's output and its GELU
             "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
-            # The block's input, and the outputs of attention and of all products
+            # Saved: the block's input, and the outputs of attention and of all products
             # (SAVED_OPS). Under TP, the outputs of wo and w2 are partial sums over the
             # whole sequence; both reduce-scattered results are saved too.
             "op": d / tp + (4 * d + h) / tp + 2 * d + reduced,
@@ -356,7 +356,7 @@ class GPT2HfAdapter(HfAdapter):
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return Hugging Face's weights.
 
-        Sharded linear layers are gathered by collective calls, and are on the CPU.
+        Sharded linear layers are gathered by collective calls, and returned on the CPU.
         """
         weights: dict[str, Any] = {}
         for theirs, ours in self._names():

@@ -155,7 +155,7 @@ def loss_and_gradient(
     total, target = sums
     loss = torch.where(counts, total.log() - target, 0)
     gradient = p.mul_((counts / total)[:, None]).to(dtype)
-    # In float32, as bfloat16 has no number between a probability of 0.998 and 1.
+    # In float32, because bfloat16 would round a probability above 0.998 to 1.
     of_label = target.exp() / total - 1
     gradient[at] = torch.where(has_row, of_label, gradient[at]).to(dtype)
     return loss, gradient

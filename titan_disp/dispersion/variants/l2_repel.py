@@ -44,7 +44,7 @@ class L2Repel(Variant):
     """
 
     name: ClassVar[str] = "l2_repel"
-    bf16_products: ClassVar[bool] = False  # distances are differences
+    bf16_products: ClassVar[bool] = False  # would lose small distances
     of_pairs: ClassVar[bool] = True
 
     tau: float
