@@ -193,7 +193,7 @@ def resolve_tables(job_config: JobConfig) -> None:
 
 
 def check_keys(job_config: JobConfig, problems: Problems) -> bool:
-    """Check every key, TorchTitan's and titan-disp's, and return whether all pass."""
+    """Check every key of TorchTitan and titan-disp, and return whether all pass."""
     passed = [
         problems.pass_(check_key, key, facts, job_config)
         for key, facts in all_facts().items()
@@ -202,8 +202,8 @@ def check_keys(job_config: JobConfig, problems: Problems) -> bool:
 
 
 def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
-    """Check the value of a key, and the values of other keys that it needs. A key that
-    is false needs nothing.
+    """Check the value of a key, and the values that this key needs in other keys. A key
+    that is false needs nothing.
     """
     if not _holds(facts, job_config):
         return
@@ -219,7 +219,7 @@ def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
 
 
 def _holds(facts: Facts, job_config: JobConfig) -> bool:
-    """Return whether the limits of a key hold with the values of the other keys."""
+    """Return whether the limits of a key apply, given the values of other keys."""
 
     def all_have(values: Mapping[str, Any]) -> bool:
         return all(has(value_of(job_config, key), values[key]) for key in values)
@@ -228,8 +228,8 @@ def _holds(facts: Facts, job_config: JobConfig) -> bool:
 
 
 def config_warnings(job_config: JobConfig) -> Iterator[str]:
-    """Yield warnings about keys that have no effect, and about the schedules. The config
-    must have passed ``check_config``.
+    """Yield warnings about keys that have no effect, and about the schedules. The
+    config must have passed ``check_config``.
     """
     defaults = type(job_config)()
     for key, facts in all_facts().items():
@@ -277,10 +277,10 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     ranks allow.
 
     A second call changes nothing. With −1, the shard degree is an upper bound. For
-    example, 8 is right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which
-    hold one replica. TorchTitan 0.2.2 does not accept −1, so call this before
-    TorchTitan sees the config. The number of ranks must be a multiple of the degrees of
-    context and tensor parallelism.
+    example, a shard degree of 8 is right for any number of nodes of 8 GPUs, and for 1,
+    2 or 4 GPUs, which then hold one replica. TorchTitan 0.2.2 does not accept −1, so
+    call this before TorchTitan sees the config. The number of ranks must be a multiple
+    of the degrees of context and tensor parallelism.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -434,7 +434,7 @@ def check_model(job_config: JobConfig) -> None:
 def check_validation(job_config: JobConfig) -> None:
     """Check the length of validation sequences.
 
-    Rotary embeddings are computed for training.seq_len positions.
+    They must not be longer than training.seq_len, the length of rotary embeddings.
     """
     v = job_config.validation
     seq_len = job_config.training.seq_len
@@ -457,8 +457,8 @@ def check_validation(job_config: JobConfig) -> None:
 
 
 def check_slots(job_config: JobConfig, world_size: int) -> None:
-    """Check that the global batch is a multiple of the slots, and the slots a multiple
-    of the data-parallel ranks.
+    """Check that the global batch is a multiple of the number of slots, and that this
+    number is a multiple of the number of data-parallel ranks.
     """
     dp = data_parallel_degree(job_config, world_size)
     batch = global_batch_size(job_config, dp)
@@ -636,7 +636,7 @@ def check_checkpoint(job_config: JobConfig) -> None:
 def listed_inputs(
     job_config: JobConfig, missing: Problems, warnings: list[str]
 ) -> list[tuple[DataSet, list[DataFile]]]:
-    """Return each data set that the config names and exists, with its files.
+    """Return each existing data set that the config names, with its files.
 
     ``missing`` may collect the errors about a missing tokenizer, data set or checkpoint.
     Warnings about a tokenizer that does not suit the data are added to ``warnings``.
@@ -676,7 +676,7 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """
     folder = job_config.model.hf_assets_path
     tokenizer = load_tokenizer(folder, job_config.stream.separator)
-    encoder(tokenizer)  # raises ConfigError if it has no EOS token
+    encoder(tokenizer)  # raises ConfigError without an EOS token
     size = tokenizer.get_vocab_size()
     advice = f"choose a flavor with a larger vocabulary, a smaller tokenizer, or --model.overrides.vocab_size={size}"
     check_fits(

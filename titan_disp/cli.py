@@ -177,8 +177,8 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     print(write_table(read_sweep(options.file), options), end="")
 
 
-# (class of the options, function that takes them); the function may be named by its
-# module and name, below titan_disp
+# (class of the options, function that takes them). The function may be a string: its
+# module, without "titan_disp.", and its name.
 Command = tuple[Any, Callable[[Any], Any] | str]
 Commands = Mapping[str, Command | Mapping[str, Command]]
 # The functions above import what they need when they are called, and functions that are
@@ -410,7 +410,7 @@ def main() -> None:
         argv.insert(1, "run")
     try:
         encoding = locale.getpreferredencoding(False)
-        if codecs.lookup(encoding).name != "utf-8":  # torch's import would fail
+        if codecs.lookup(encoding).name != "utf-8":  # importing torch would fail
             raise ConfigError(
                 f"Python reads and writes files as {encoding} here, expected UTF-8: "
                 "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"

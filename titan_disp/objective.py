@@ -201,8 +201,8 @@ class DispersionObjective:
 
     Attributes:
         cross_entropy: takes logits [B, N, V] or ``HiddenStates``, and labels [B, N].
-            Returns CE summed over the valid tokens, or a pair of the sum and CE of each
-            token [B · N], which the ledger needs for the means of sources.
+            Returns CE summed over the valid tokens, or a pair of this sum and the CE of
+            each token [B · N]. The ledger needs the pair for the means of sources.
         losses: the dispersion loss, or a dict from name to (weight, loss).
         coeff: λ as a function of the number of completed steps.
         step: returns the number of completed steps, which also determines the sampled

@@ -264,7 +264,7 @@ class DispTrainer(Start, Trainer):
 
     def _skipped(self, late: bool) -> None:
         """Write the event ``skip`` for this step, or if ``late``, for the previous one."""
-        step = self.step - late  # the guard reads the message of a step in the next one
+        step = self.step - late  # the guard reads a step's message in the next step
         self.event(
             "skip",
             step,
@@ -277,8 +277,8 @@ class DispTrainer(Start, Trainer):
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         """Record what this start does, and return an iterator over this rank's batches.
 
-        TorchTitan calls this once, after loading a checkpoint, so the step is known from
-        here on. Raises, on all ranks, RefusedError if the checkpoint is
+        TorchTitan calls this once, after loading a checkpoint, so the step is known
+        from here on. Raises, on all ranks, RefusedError if the checkpoint is
         of another baseline.method, and ConfigError if the held-out text is too short.
         """
         self._check_parameter_groups()
@@ -375,8 +375,8 @@ class DispTrainer(Start, Trainer):
             )
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches. Note, for other ranks and for ``stragglers``, when this rank
-        reads data and when each batch has arrived.
+        """Yield the batches. Note, for other ranks and for ``stragglers``, when this
+        rank reads data and when each batch has arrived.
         """
         self.heartbeat.go_on("reading data", self.step)
         for batch in batches:

@@ -1,10 +1,10 @@
 """Autograd functions that compute a layer's value together with its gradient, and sum
 values over ranks.
 
-There are two ways. Either forward computes value and gradient and saves the gradient,
-and backward only scales the gradient. Or a hook computes value and gradient in the
-backward pass (``add_in_backward``); the last pass over the gradient then also adds the
-gradient from the rest of the model.
+There are two ways. In the first, forward computes value and gradient and saves the
+gradient, and backward only scales the gradient. In the second, a hook computes value
+and gradient in the backward pass (``add_in_backward``); the last pass over the gradient
+then also adds the gradient from the rest of the model.
 
 If a sequence is sharded, each rank saves the complete gradient of its own tokens. The
 derivative of a sum over ranks is then the identity, so backward needs no communication.

@@ -34,8 +34,8 @@ def cost_of(
         segmented: whether only pairs within documents count. The cost still includes
             all pairs, although tiles without such a pair are skipped.
 
-    The operations of autograd code are unknown. Its cost is taken as that of a function
-    of pairs.
+    The operations of an ``AutogradVariant`` are unknown. Its cost is taken as that of a
+    function of pairs.
     """
     variant = loss._variant
     is_sampled = loss.estimator == "sampled" and loss.max_tokens < tokens

@@ -414,7 +414,7 @@ class SampledLayers(Layers):
         if group is not None:
             self.is_held = is_held[..., None]
             self.z = self.z.where(self.is_held, 0.0)
-            # This adds only zeros to each token, which is exact in any dtype.
+            # The sum adds only zeros to each token, so it is exact in any dtype.
             dist.all_reduce(self.z, group=group)
 
     def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
@@ -463,8 +463,8 @@ class SampledLayers(Layers):
     def _computed(
         self, z: Tensor, mask: TokenMask | None, compute: Compute
     ) -> tuple[Tensor, Tensor]:
-        """Return values [b] and gradients [b, m, F] of sampled tokens z [b, m, F]. z has
-        the sequences of one layer, or of all layers one after another.
+        """Return values [b] and gradients [b, m, F] of sampled tokens z [b, m, F]. z
+        has the sequences of one layer, or of all layers one after another.
 
         The gradients are in the accumulation dtype, but rounded to ``saved_dtype`` if
         ``in_parts`` has several parts.

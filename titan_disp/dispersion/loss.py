@@ -454,7 +454,7 @@ def dispersion_losses(
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: as ``DispersionLoss`` and its ``__call__``.
+        ValueError: for the reasons of ``DispersionLoss`` and its ``__call__``.
     """
     for name in options:
         if "mask" in name:

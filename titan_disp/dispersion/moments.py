@@ -97,7 +97,7 @@ def quadratic_sum_(
     counts: Count,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of S, and W [B, n, F] of its tokens in the memory of u.
+    """Return this rank's part of S, and W [B, n, F] of its tokens. W overwrites u.
 
     The part, Σ_i Σ_{j≠i} w(c_ij) [B], has this rank's tokens i and all tokens j. W is
     scale · ∂S/∂u, where S is the sum over all i (``vectors``).

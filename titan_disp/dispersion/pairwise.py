@@ -179,7 +179,7 @@ class Shard:
     def wide(self) -> bool:
         """Whether one matrix product adds several adjacent tiles to W.
 
-        On a CPU, each tile is added by itself, while it is in the core's cache.
+        On a CPU, each tile is added separately, while it is in the core's cache.
         """
         return self.x.device.type != "cpu"
 

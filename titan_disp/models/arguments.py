@@ -107,8 +107,8 @@ class DispModelArgs(BaseModelArgs):
         per token, forward and backward.
 
         TorchTitan 0.2.2 subtracts a tied embedding from both numbers, although the
-        output layer multiplies by its weight. The FLOPs of dispersion are not counted,
-        because MFU compares the FLOPs of the model.
+        output layer multiplies by this embedding. The FLOPs of dispersion are not
+        counted, because MFU compares the FLOPs of the model.
         """
         # ``parameters()`` yields a shared parameter once.
         total = sum(p.numel() for p in model.parameters())
@@ -240,13 +240,13 @@ def _check_heads(args: DispModelArgs) -> None:
     if args.n_heads % args.n_kv_heads:
         raise ConfigError(
             f"{OVERRIDES}: n_heads {args.n_heads} is not a multiple of n_kv_heads "
-            f"{args.n_kv_heads}: set both so that it is"
+            f"{args.n_kv_heads}: change one of them"
         )
     if not hasattr(args, "rope_theta"):  # head_dim is dim ÷ n_heads
         if args.dim % args.n_heads:
             raise ConfigError(
                 f"{OVERRIDES}: dim {args.dim} is not a multiple of n_heads "
-                f"{args.n_heads}: set both so that it is"
+                f"{args.n_heads}: change one of them"
             )
     elif args.head_dim % 2:
         raise ConfigError(

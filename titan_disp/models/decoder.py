@@ -136,8 +136,8 @@ class DispModel(ModelProtocol):
         activations = []
         h = self.embed(tokens, positions)
         if isinstance(h, AsyncCollectiveTensor):
-            # TP's reduce-scatter is still running. A compiled block would drop the
-            # gradient of such an input (torch 2.13).
+            # TP's reduce-scatter is still running; clone waits for it. A compiled block
+            # would drop the gradient of a running input (torch 2.13).
             h = h.clone()
         if 0 in wanted:
             activations.append(h)

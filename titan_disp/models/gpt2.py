@@ -406,7 +406,7 @@ class GPT2HfAdapter(HfAdapter):
         if not isinstance(value, DTensor):
             return value
         self._layouts[name] = value.device_mesh, value.placements
-        return value.full_tensor().cpu()  # all weights at once may not fit on a GPU
+        return value.full_tensor().cpu()  # a GPU may be too small for all weights
 
     def _sharded(self, name: str, value: Tensor) -> Tensor:
         """Return the weight, sharded as it was before ``_gathered``."""

@@ -20,8 +20,8 @@ from titan_disp.models.qwen3 import (
 
 @dataclass
 class LlamaDispModelArgs(Qwen3DispModelArgs):
-    """The arguments of a Llama. The defaults are those of SmolLM2, except for the
-    rope_theta of its size 1.7B.
+    """The arguments of a Llama. The defaults are those of SmolLM2, of which only the
+    size 1.7B has another rope_theta.
 
     Weights are initialized as in Qwen3 and in TorchTitan's Llama 3.
     """

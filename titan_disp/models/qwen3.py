@@ -59,9 +59,9 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         copies = 3 if self.qk_norm else 2
         reduced = 2 * d / tp if tp > 1 else 0
         return {
-            # Saved: both residuals; both normalized inputs; q and k before their norm, if
-            # they have one; q, k, v and the attention's output; w1's output, its SiLU,
-            # w3's output, and the product of SiLU and w3's output
+            # Saved: both residuals; both normalized inputs; q and k before their norm,
+            # if they have one; q, k, v and the attention's output; w1's output, its
+            # SiLU, w3's output, and the product of SiLU and w3's output
             "none": 2 * d / tp + 2 * d + (copies * (q + kv) + 4 * h) / tp,
             # Saved: the block's input, the attention's output, and the output of every
             # second matrix product (q, v, w1, w2). Under TP, w2's output is a partial
