@@ -340,7 +340,7 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
             f"pure data parallelism (data_parallel_replicate_degree {replicate}, "
-            "data_parallel_shard_degree 1) is refused: TorchTitan 0.2.2 averages its "
+            "data_parallel_shard_degree 1) is refused: TorchTitan 0.2.2 averages the "
             "gradients a second time, which makes them too small. Set "
             "data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree "
             "≥ 2 (HSDP)"
@@ -694,7 +694,7 @@ def build_dispersion_losses(
 ) -> dict[str, tuple[float, DispersionLoss]]:
     """Return the (weight, loss) of each dispersion loss by its name.
 
-    The first loss is that of [dispersion], with weight 1. The others are those of
+    The first loss is from [dispersion] and has weight 1. The others are from
     [[dispersion.losses]]. λ multiplies all of them. If several losses have the same
     name, the second is called NAME_2, and so on. ``debug.seed`` decides which positions
     are sampled.

@@ -318,7 +318,7 @@ class DispTrainer(Start, Trainer):
             if saved != expected:
                 raise RefusedError(
                     f"the checkpoint's schedule has {saved} groups of parameters, "
-                    f"expected {expected}: it was trained with another "
+                    f"expected {expected}: the checkpoint was trained with another "
                     "baseline.method. Set the former method, or start a new run in "
                     "another --job.dump_folder"
                 )
@@ -361,7 +361,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _warn_of_changes(self) -> None:
-        """Log which keys differ from those of the last start, on rank 0."""
+        """Log which keys have changed since the last start, on rank 0."""
         if self.run_folder is None:
             return
         changes = [
@@ -387,10 +387,9 @@ class DispTrainer(Start, Trainer):
             self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
-        """While the ranks read to their data positions, report how far they all have
-        read together, unless this is unchanged since the last report. A rank that has
-        finished waits here for the others, because its first step would not wait that
-        long.
+        """While the ranks read to their data positions, report how far they have read in
+        total, if this has changed since the last report. A rank that has finished waits
+        here for the others, because its first step would not wait that long.
 
         A collective call, which each rank repeats until its progress is finished.
         """
@@ -431,7 +430,7 @@ class DispTrainer(Start, Trainer):
             # TorchTitan does not know the group of CP×TP, so its time-out is set here.
             if (group := process_group(self.loss_fn.group)) is not None:
                 _set_pg_timeout(seconds, group)
-        # Here, the host waits for the device anyway: to save, or because it has logged.
+        # Here, the host waits for the device anyway, because this step saves or logs.
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()
         if self._limit:
@@ -441,7 +440,7 @@ class DispTrainer(Start, Trainer):
             if not self.checkpointer.saves_again:
                 raise CheckpointError(
                     f"step {self.step}: an asynchronous save failed on another rank; "
-                    "its log says why"
+                    "that rank's log says why"
                 )
         if self._ends():
             self._stopping = True
@@ -662,8 +661,8 @@ class DispTrainer(Start, Trainer):
         if self.step < self.job_config.training.steps:
             # a stopped job has to end soon
             return trained and not self.optimizers.agreed["stop"]
-        # No later start will train, and the start that did may have been killed before
-        # it measured.
+        # No later start will train, and the last start that trained may have been
+        # killed before it measured.
         return trained or not on_rank_0(self._measured)
 
     def _end(self) -> None:

@@ -35,7 +35,7 @@ NO_SECOND_DERIVATIVE = (
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return ``group`` as a process group; None if it is None or has a single rank.
+    """Return ``group`` as a process group; None for None, or if it has a single rank.
 
     Raises:
         ValueError: ``group`` is a mesh with several dimensions.
@@ -63,12 +63,12 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def of_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return each rank's x [B, …], as [ranks, B, …]. A group of None: all ranks."""
+    """Return each rank's x [B, …], as [ranks, B, …]. Without a group: all ranks."""
     return Gathering(x, group).of_ranks()
 
 
 def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return each rank's object x. A group of None: all ranks."""
+    """Return each rank's object x. Without a group: all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, x, group=group)
     return gathered

@@ -53,8 +53,8 @@ class DispModelArgs(BaseModelArgs):
     vocab_size: int
     max_seq_len: int  # training.seq_len
     enable_weight_tying: bool  # whether embedding and output layer share their weight
-    # The indices of the activations that a forward in training returns. If empty, it
-    # returns only logits.
+    # The indices of the activations that a forward in training returns. Without an
+    # index, forward returns only logits.
     activations: tuple[int, ...]
     # The last two fields do not change the weights, so they are not part of the
     # architecture. "flex" attention takes masks of documents; the name is TorchTitan's.

@@ -56,7 +56,7 @@ class DispModel(ModelProtocol):
 
     @property
     def embeddings(self) -> list[nn.Module]:
-        """All embedding tables. The first is that of the tokens."""
+        """All embedding tables. The first has the token embeddings."""
         return [self.tok_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:

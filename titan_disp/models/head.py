@@ -165,7 +165,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Return the summed loss and the losses of the tokens [T], given h [T, F] and weight
     [V, F] of the same dtype.
 
-    Forward computes both gradients. Backward scales them, and can run only once.
+    Forward computes the gradients of h and weight. Backward scales these gradients, and
+    can run only once.
     """
 
     @staticmethod

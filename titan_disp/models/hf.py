@@ -123,8 +123,8 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
         if adapter.model_args.enable_weight_tying:
             raise ConfigError(
                 f"{where}: config.json ties the output layer to the embedding, but "
-                f"{OUTPUT_LAYER} differs from {adapter.embedding}. To train both, add "
-                f"enable_weight_tying=false to {OVERRIDES}"
+                f"{OUTPUT_LAYER} differs from {adapter.embedding}. To train both "
+                f"matrices, add enable_weight_tying=false to {OVERRIDES}"
             )
         config["tie_word_embeddings"] = False  # as in transformers 5
     differing = {

@@ -34,7 +34,7 @@ class LlamaDispModelArgs(Qwen3DispModelArgs):
     enable_weight_tying: bool = True
     qk_norm: bool = False
     # Llama 3.1 divides the low frequencies of its rotary embeddings by this factor, for
-    # longer sequences than it was first trained on. With 1, they stay unchanged.
+    # longer sequences than in its first training. A factor of 1 changes no frequency.
     rope_factor: float = 1.0
 
 

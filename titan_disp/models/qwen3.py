@@ -65,7 +65,8 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
             "none": 2 * d / tp + 2 * d + (copies * (q + kv) + 4 * h) / tp,
             # Saved: the block's input, the attention's output, and the output of every
             # second matrix product (q, v, w1, w2). Under TP, w2's output is a partial
-            # sum over the whole sequence; both reduce-scattered results are saved too.
+            # sum over the whole sequence; the reduce-scattered outputs of wo and w2 are
+            # saved too.
             "op": d / tp + (2 * q + kv + h) / tp + d + reduced,
             "full": d / tp,
             # Gradients of the feed-forward's output and of the two factors in it
