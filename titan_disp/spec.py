@@ -70,7 +70,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return TorchTitan's ``cross_entropy_loss``, and the cross-entropy of each token
-    [B · N] without a gradient.
+    [B · N], which has no gradient.
     """
     of_tokens = F.cross_entropy(
         logits.flatten(0, 1).float(),

@@ -35,7 +35,7 @@ NO_SECOND_DERIVATIVE = (
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return ``group`` as a process group; None for None, or if it has a single rank.
+    """Return ``group`` as a process group; None without a group or with one rank.
 
     Raises:
         ValueError: ``group`` is a mesh with several dimensions.
@@ -141,7 +141,7 @@ class LayerValue(torch.autograd.Function):
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which forward saves ∂S/∂z: z's dtype, except float32 if z is
+    """Return the dtype in which forward saves ∂S/∂z: z's dtype, or float32 if z is
     float16, because ∂S/∂z grows with N and could overflow.
     """
     return torch.float32 if dtype == torch.float16 else dtype

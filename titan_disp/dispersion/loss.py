@@ -60,8 +60,7 @@ class DispersionLoss:
             with itself, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
         seed: the seed of these positions. The other estimators draw nothing.
-        options: by name, the options of the variant that are not attributes of this
-            class.
+        options: a dict of the variant's options that are not attributes of this class.
 
     Raises:
         ValueError: an option is unknown, out of range or unused, or the variant does
@@ -475,7 +474,7 @@ def dispersion_loss(
     segments: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the loss of one layer per sequence, [B].
+    """Return the loss of one layer, [B]: one value per sequence.
 
     The layer is z [B, N, F], or this rank's [B, N/p, F]. The arguments and errors are
     those of ``dispersion_losses([z], …)``.

@@ -288,8 +288,8 @@ def _fit(
     is_other = columns.local_index != rows.local_index
     pairs = is_other & rows.valid & columns.filled
     square = c.square()
-    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Multiplied by r_ij, this is the
-    # length of token j's contribution to the gradient of token i.
+    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. This weight times r_ij is the length
+    # of token j's contribution to the gradient of token i.
     weight = (
         (rows.squares * columns.squares - square)
         .clamp_min_(0.0)
@@ -306,8 +306,8 @@ def _fit(
     variance = mean(centred.square(), share) + RIDGE
     curvature = mean(r, centred * share) / variance
     slope = mean(r - curvature * c, share)
-    # The leave-one-out error: the error for a pair of the fit without this pair. With
-    # the pair in the fit, a pair that alone determines the fit would have no error.
+    # The leave-one-out error of a pair: its error in a fit to all other pairs. In a fit
+    # to all pairs, a pair that alone determines the fit would have no error.
     leverage = share * (1 + centred.square() / variance)
     error = (r - slope - curvature * c) / (1 - leverage).clamp_min(FLOOR)
     equal = pairs.to(c.dtype) / pairs.sum(-1, keepdim=True).clamp_min(1)

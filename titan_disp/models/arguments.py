@@ -76,9 +76,9 @@ class DispModelArgs(BaseModelArgs):
         """Return the numbers of elements that a block holds on one rank for backward,
         per token of a CP rank's part of the sequence.
 
-        For the keys "none", "op" and "full", which are modes of activation
-        checkpointing, the number is what forward saves. For "gradients", it is the
-        gradients of activations at the peak of a block's backward pass.
+        The keys "none", "op" and "full" are modes of activation checkpointing; their
+        numbers count what forward saves. The number of "gradients" counts the gradients
+        of activations at the peak of a block's backward pass.
 
         TP shards the sequence between blocks. Inside a block, TP gathers the inputs of
         attention and feed-forward network, and shards the computation of these two over
@@ -180,8 +180,8 @@ def activation_indices(
     if blocks[-1] != n_layers - 1:
         raise ConfigError(
             f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves "
-            f"the last block ({n_layers - 1}) out, which the final norm follows: add "
-            "that block, or set dispersion.final_norm = false"
+            f"the last block ({n_layers - 1}) out, whose output the final norm takes: "
+            "add that block, or set dispersion.final_norm = false"
         )
     return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
 

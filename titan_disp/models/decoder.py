@@ -106,8 +106,8 @@ class DispModel(ModelProtocol):
             attention_masks: the result of ``get_attention_masks``.
             positions: the position of each token in its sequence. None: 0 to N − 1.
             return_activations: indices of the requested activations. 0 is the output of
-                the embedding, i + 1 that of block i (before the final norm), n_layers +
-                1 that of the final norm. None: in training, the ``activations`` of the
+                the embedding, i + 1 the output of block i (before the final norm), and
+                n_layers + 1 the output of the final norm. None: in training, the ``activations`` of the
                 model's arguments; in eval, no activations.
             segments: the index of each token's document, int [B, N]
                 (``data.stream.Slot.fill``). With ``restart_positions``, they determine

@@ -91,8 +91,8 @@ def chunked(
 def chunked_cross_entropy(
     hidden: HiddenStates, labels: Tensor, chunk: int, of_chunk: OfChunk
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy summed over the valid tokens, and the cross-entropy of each
-    token [B · N], without a gradient.
+    """Return the cross-entropy summed over the valid tokens, and the cross-entropy of
+    each token [B · N]. Only the sum has a gradient.
 
     Both results are float32, and the same on all ranks of TP.
 

@@ -44,8 +44,8 @@ def parallelize_model(
     apply_tp: ApplyTP,
     saved_ops: Collection[torch._ops.OpOverload],
 ) -> nn.Module:
-    """Return the model, which is on the meta device, parallelized in place as the config
-    says.
+    """Parallelize a model on the meta device in place, as the config says, and return
+    the model.
 
     ``checks.check_config``, which refuses combinations that do not work, must have
     accepted the config.
