@@ -287,7 +287,7 @@ class DispersionObjective:
         return self._in_hooks(zs) and in_backward(losses, zs, sharded)
 
     def _in_hooks(self, zs: Sequence[Tensor]) -> bool:
-        """Return whether hooks may add the losses' gradients to those that ``zs`` get."""
+        """Return whether hooks may add the losses' gradients to those of ``zs``."""
         return (
             self.defer
             and torch.is_grad_enabled()

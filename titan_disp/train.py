@@ -387,9 +387,9 @@ class DispTrainer(Start, Trainer):
             self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
-        """While the ranks read to their data positions, report how far they have read in
-        total, if this has changed since the last report. A rank that has finished waits
-        here for the others, because its first step would not wait that long.
+        """While the ranks read to their data positions, report how far they have read
+        in total, if this has changed since the last report. A rank that has finished
+        waits here for the others, because its first step would not wait that long.
 
         A collective call, which each rank repeats until its progress is finished.
         """
