@@ -236,7 +236,7 @@ def check(config, ranks):
         (
             1,
             f"{NOISE} dispersion.enabled false baseline.with_dispersion true",
-            "dispersion.enabled is false: leave it",
+            "dispersion.enabled is false: leave with_dispersion out",
         ),
         (
             1,
