@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -219,11 +220,11 @@ def test_submit_hands_its_overrides_to_sbatch(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     monkeypatch.chdir(tmp_path)
     started = []
-    done = SimpleNamespace(returncode=3)
+    done = SimpleNamespace(returncode=3, stderr="")
     monkeypatch.setattr(
-        launch.subprocess, "run", lambda line, env: started.append(line) or done
+        launch.subprocess, "run", lambda line, **_: started.append(line) or done
     )
-    own = f"--nodes 2 --gpus-per-node 0 --site={ROOT}/slurm/sites/local_cpu.sh --sbatch time=1:00:00"
+    own = f"--nodes 2 --gpus-per-node 0 --inputs-on-nodes --site={ROOT}/slurm/sites/local_cpu.sh --sbatch time=1:00:00"
     assert typed(monkeypatch, "submit", DEMO, *among(own)) == 3
     (line,) = started
     assert line[:3] == ["sbatch", "--nodes=2", "--time=1:00:00"]
@@ -395,3 +396,29 @@ def test_a_repeated_option_keeps_all_of_its_values(monkeypatch, capsys):
     words = ("plan", DEMO, "--gpus-per-node", "1", *steps, "--json")
     assert typed(monkeypatch, *words) == 0
     assert json.loads(capsys.readouterr().out)["batch"]["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan CONFIG --gpus-per-node 1 --training.dataset_path FILES",
+        "plan CONFIG --training.steps FILES",
+        "plan CONFIG --gpus-per-node 1 FILES",
+        "plan FILES",
+        "init folder --text FILES",
+        "condensation gpt2 --dataset FILES --out out",
+    ],
+)
+def test_a_pattern_that_the_shell_has_expanded(monkeypatch, capsys, tmp_path, words):
+    files = [str(tmp_path / f"{name} 1.txt") for name in "abc"]
+    for file in files:
+        Path(file).touch()
+    monkeypatch.chdir(tmp_path)
+    values = {"CONFIG": [str(DEMO)], "FILES": files}
+    argv = chain.from_iterable(values.get(word, [word]) for word in words.split())
+    assert typed(monkeypatch, *argv) == EXIT_CODE
+    assert (
+        f"to '{files[-1]}', expected one value: the shell expanded a pattern; quote it"
+        in capsys.readouterr().err
+    )
+    assert not Path("folder").exists()

@@ -468,7 +468,40 @@ def test_a_negative_lambda():
     close(loss, -handle.loss())
 
 
+def swin():
+    sizes = {"depths": [2, 3, 2], "num_heads": [2] * 3}
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, window_size=4, **sizes
+    )
+    return transformers.SwinModel(config).train()
+
+
+def test_stages_of_blocks(recwarn):
+    """Their default is named, and how to choose blocks. Other lists in blocks, as of
+    norms or experts, are no reason for a warning.
+    """
+    model = swin()
+    attach(model).detach()
+    [warning] = [str(one.message) for one in recwarn if one.filename == __file__]
+    assert "attach takes encoder.layers.0, encoder.layers.1, encoder.lay" in warning
+    assert "name it, as in layers='encoder.layers.1.blocks'" in warning
+    recwarn.clear()
+    handle = attach(model, layers="encoder.layers.1.blocks")
+    model(torch.randn(4, 3, 32, 32))
+    assert handle.loss().isfinite()
+    assert [*handle.losses] == [f"encoder.layers.1.blocks.{i}" for i in range(3)]
+    block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    expert = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    block.norms = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)])
+    block.mlp = nn.ModuleDict({"experts": nn.ModuleList([expert, expert])})
+    attach(nn.TransformerEncoder(block, 3, enable_nested_tensor=False))
+    assert [one for one in recwarn if one.filename == __file__] == []
+
+
 WRONG = {
+    "model is a str, expected a torch.nn.Module: load it first": lambda: attach("gpt2"),
+    "model is a type, expected a torch.nn.Module": lambda: attach(nn.Linear),
     "coeff is nan, expected a finite number": lambda: attach(encoder(), coeff=math.nan),
     "coeff is -inf, expected": lambda: attach(encoder(), coeff=-math.inf),
     "block layers.0 returns a dict of q [4, 12, 16] and k [4, 12, 16], expected a tensor": lambda: (

@@ -4,6 +4,7 @@ of a start accept.
 
 import json
 import re
+from contextlib import nullcontext
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -15,11 +16,18 @@ from tests.command_line import typed
 from titan_disp.config.command_options import InitOptions, Machine
 from titan_disp.config.load import load_config
 from titan_disp.data import ledger
-from titan_disp.data.listing import list_files
+from titan_disp.data.listing import list_files, listing_of
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
-from titan_disp.lab.init import _Hardware, _read, _sized, _Tokens, init
+from titan_disp.lab.init import (
+    _check_left_out,
+    _Hardware,
+    _read,
+    _sized,
+    _Tokens,
+    init,
+)
 from titan_disp.models.registry import MODELS
 
 PROSE = "\n".join(topics[name] for name in sorted(topics))
@@ -227,6 +235,49 @@ def test_a_folder_of_odd_text(tmp_path, monkeypatch, capsys):
     text = "".join(texts)
     assert all(f"Paragraphe {i}." in text for i in range(120, 130))
     assert not {"\ufffd", "Ã"} & {*text}
+
+
+@pytest.mark.parametrize(
+    ("others", "lost"),
+    [
+        ({"a.md": b"# A title\n" * 80}, "8%"),  # this is not enough
+        ({"a.md": b"# A title\n" * 2000}, "67%"),
+        ({"a.pdf": bytes(20_000), "b.docx": bytes(20_000)}, "80%"),
+        ({"a.json.xz": bytes(20_000)}, "67%"),
+        ({"a.html": b"caf\xe9 " * 1000, "b.rst": "\u00e9".encode() * 9000}, "70%"),
+        # The text is only beside a table of documents
+        ({"b.jsonl": b'{"text": "words"}\n'}, "100%"),
+        # no text, and text of other splits
+        ({"a.jpeg": b"\xff\xd8" + bytes(99_999), "b.npz": bytes(9)}, ""),
+        ({"validation.txt": b"words " * 9000}, ""),
+        ({"test.txt": b"words " * 9000, "dev.txt": b"words " * 9}, ""),
+    ],
+)
+def test_a_folder_of_text_that_is_not_read(tmp_path, others, lost):
+    (tmp_path / "own.txt").write_text("words and words " * 625)  # 10 kB
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+    for path in (str(tmp_path), f"{tmp_path}/*"):
+        listing = listing_of("text", path, path_key="--text")
+        expected = nullcontext()
+        # A glob reads texts beside other documents
+        if lost and float(lost[:-1]) > 50 and not (path[-1] == "*" and lost == "100%"):
+            expected = pytest.raises(ConfigError, match=f": {lost} of the bytes that")
+        with expected:
+            _check_left_out(path, listing)
+
+
+def test_allow_loss(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("titan_disp.lab.init._cpu_flops", lambda *_: 2e10)
+    folder = folder_of_texts(tmp_path)
+    (folder / "book.md").write_text(PROSE * 2)
+    run = tmp_path / "run"
+    assert typed(monkeypatch, "init", run, "--text", folder) == 2
+    error = capsys.readouterr().err
+    assert "such as book.md: files with such suffixes are not read. Convert" in error
+    assert not run.exists()
+    assert typed(monkeypatch, "init", run, "--text", folder, "--allow-loss") == 0
+    assert "of 1 file, such as book.md: files with such" in capsys.readouterr().out
 
 
 def test_documents_that_are_lost_stop_init(tmp_path, monkeypatch, capsys):

@@ -163,6 +163,36 @@ def test_a_killed_rank_may_have_taken_too_much_memory(launched, monkeypatch):
     assert "too little memory. The same command resumes" in said
 
 
+@pytest.mark.parametrize(
+    ("rank", "of_rank_0", "last"),
+    [
+        (0, "the data differ", "rank 0 failed"),
+        (1, "the data differ", "rank 1 failed"),
+        (1, "something else", "error: the data differ"),
+        (1, None, "error: the data differ"),
+    ],
+)
+def test_an_error_that_rank_0_has_printed_is_not_printed_again(
+    launched, monkeypatch, tmp_path, rank, of_rank_0, last
+):
+    """The console shows what rank 0 prints, and nothing of the other ranks."""
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
+    failure = SimpleNamespace(exitcode=2, local_rank=rank, timestamp=0)
+    error = ChildFailedError("titan_disp.train", {rank: failure})
+    error.get_first_failure = lambda: (rank, failure)
+
+    def ranks(*argv):
+        for number, text in enumerate([of_rank_0, "the data differ"]):
+            log = tmp_path / f"logs/titan-disp-1/attempt_0/{number}/stderr.log"
+            log.parent.mkdir(parents=True)
+            log.write_text(f"titan-disp: error: {text}\n" if text else "")
+        raise error
+
+    status, line = launched(ranks)
+    assert status == 2
+    assert line.startswith(f"titan-disp: {last}")
+
+
 AGAIN = (
     "same command resumes from the newest checkpoint, or begins anew if there is none."
 )

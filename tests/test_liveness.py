@@ -311,6 +311,23 @@ def test_a_signal_asks_to_stop(start, heard, number):
     assert [signal.getsignal(n) for n in ASKS_TO_STOP] == handlers
 
 
+@pytest.mark.parametrize("of_torchrun", [True, False])
+def test_a_killed_launcher_asks_to_stop(start, monkeypatch, of_torchrun):
+    """A rank that was started by hand, as with nohup, outlives its shell."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if of_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    request = start(None)
+    launcher = os.getppid()
+    assert not request()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    asked = (request(), request.asked(), request.signalled())
+    assert asked == (of_torchrun,) * 3
+    if of_torchrun:
+        killed = f"the launcher, process {launcher}, has been killed"
+        assert request.reason == killed
+
+
 @pytest.mark.parametrize("text", ["7.1", "6.2\n", "17.2"])
 def test_the_stop_file_of_an_earlier_start_is_removed(tmp_path, start, text):
     (tmp_path / "stop").write_text(text)

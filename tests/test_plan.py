@@ -2,6 +2,7 @@
 model, optimizer and autograd.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -856,6 +857,20 @@ def test_a_gpu_is_the_named_one_or_has_given_sizes():
     assert (named.memory, named.bf16_flops) == (48e9, 165.2e12)
     other = find_gpu(Machine(gpu="T4", gpu_memory=16, gpu_flops=65))
     assert (other.memory, other.bf16_flops) == (16e9, 65e12)
+
+
+def test_a_gpu_of_given_sizes_needs_no_name(monkeypatch):
+    """Neither the default nor this computer's GPU is named in its place."""
+    machine = Machine(1, 2, gpu_memory=16, gpu_flops=65)
+    for device in (None, "NVIDIA H100 80GB HBM3"):
+        if device:
+            here(monkeypatch, device, 85e9)
+        plan = make_plan(loaded(DEMO), machine)
+        assert "1 node × 2 GPU (16 GB, 65 TFLOP/s) = 2 GPUs" in render(plan)
+        named = make_plan(loaded(DEMO), dataclasses.replace(machine, gpu="T4"))
+        assert dataclasses.replace(plan.machine, gpu="T4") == named.machine
+        assert plan.time == named.time
+        assert "those of a desktop GPU" in "".join(plan.warnings)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def command(monkeypatch, capsys, tmp_path):
     for name in launch.OTHER_PYTHON:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
     # Else it tries a thousand
     monkeypatch.setattr("titan_disp.cluster.plan.MAX_NODES", 1)
     # Once per config
@@ -88,7 +89,7 @@ def test_a_container_has_a_python_of_its_own(monkeypatch, name):
 
 
 def test_a_job_runs_what_was_submitted(command, monkeypatch, tmp_path):
-    sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0))
+    sbatch = mock.Mock(return_value=SimpleNamespace(returncode=0, stderr=""))
     monkeypatch.setattr(launch.subprocess, "run", sbatch)
     options = (
         "--sbatch",
@@ -300,20 +301,75 @@ def test_a_time_limit_at_which_no_job_could_train(
 
 def test_a_dry_run_looks_at_the_run_folder(command, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
+    words = ("--inputs-on-nodes", "--job.dump_folder")
     for folder in ("/proc/runs", f"{tmp_path}/file/run"):
         found = {"sbatch": "/usr/bin/sbatch"}
         monkeypatch.setattr(launch.shutil, "which", found.get)
-        code, out, err = command(80, "--job.dump_folder", folder)
+        code, out, err = command(80, *words, folder)
         assert code == 2
         assert f"error: job.dump_folder '{folder}' is not writable: " in err
         assert "pretrain.sbatch" not in out
         # on another machine than the cluster, it may not exist
         del found["sbatch"]
-        code, out, err = command(80, "--job.dump_folder", folder)
+        code, out, err = command(80, *words, folder)
         assert (code, "pretrain.sbatch" in out) == (0, True)
         assert f"warning: job.dump_folder '{folder}' is not writable: " in out
     assert command(80, "--job.dump_folder", "a/b")[0] == 0
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("options", [[], ["--inputs-on-nodes"]])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_job_without_its_data_is_not_submitted(
+    command, monkeypatch, tmp_path, options, dry_run
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho Submitted\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    words = ("--training.dataset_path", "nowhere", *options)
+    code, out, err = command(80, *words, dry_run=dry_run)
+    if options:
+        assert (code, "warning: training.dataset_path is 'nowhere'" in out) == (0, True)
+        return
+    assert code == 2
+    assert "- training.dataset_path is 'nowhere', which does not exist" in err
+    assert "- model.hf_assets_path is" in err
+    assert "If only the compute nodes have it, add --inputs-on-nodes" in err
+    assert "pretrain.sbatch" not in out
+    assert [file.name for file in tmp_path.iterdir()] == ["sbatch"]
+
+
+REFUSED = "sbatch: error: Batch job submission failed: {}"
+
+
+@pytest.mark.parametrize("before", ["", "run", "run/launch/earlier", "run/notes"])
+@pytest.mark.parametrize(
+    ("script", "remains"),
+    [
+        (f"echo {REFUSED.format('Invalid account')} >&2; exit 1", False),
+        # The job may be in the queue
+        (f"echo {REFUSED.format('Socket timed out')} >&2; exit 1", True),
+        ("echo Submitted batch job 7; exit 1", True),  # --wait, and the job has failed
+        (None, False),  # no sbatch
+    ],
+)
+def test_a_refused_job_leaves_no_launch_folder(
+    command, monkeypatch, tmp_path, before, script, remains
+):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    if script:
+        (programs / "sbatch").write_text(f"#!/bin/sh\n{script}\n")
+        (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    (tmp_path / before).mkdir(parents=True, exist_ok=True)
+    files = {*tmp_path.rglob("*")}
+    words = ("--inputs-on-nodes", "--job.dump_folder", "run")
+    code, _, err = command(80, *words, dry_run=False)
+    assert code == (1 if script else 2)
+    assert ("submission failed" in err) == ("submission failed" in str(script))
+    assert ({*tmp_path.rglob("*")} == files) is not remains
+    assert {*tmp_path.rglob("*")} >= files
 
 
 @pytest.mark.parametrize(

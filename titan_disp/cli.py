@@ -24,7 +24,7 @@ import tyro
 
 from titan_disp.config import command_options as opts
 from titan_disp.errors import EXIT_CODE, ConfigError, UserError, counted, did_you_mean
-from titan_disp.job_config import check_dashes, unknown_option
+from titan_disp.job_config import check_dashes, check_expansion, unknown_option
 
 
 def sample_data(options: opts.SampleOptions) -> str:
@@ -312,9 +312,14 @@ def run(args: Sequence[str], prog: str) -> None:
     )
     # With this marker, help shows --json instead of "--json, --no-json".
     config = (tyro.conf.FlagCreatePairsOff,)
-    options = _app(COMMANDS, listed=command is None).cli(
-        prog=prog, description=about, args=args, config=config
-    )
+    try:
+        options = _app(COMMANDS, listed=command is None).cli(
+            prog=prog, description=about, args=args, config=config
+        )
+    except SystemExit as end:
+        if end.code:  # tyro has printed the words that it did not expect
+            check_expansion(args)
+        raise
     assert command is not None  # without a command, tyro exits
     function = command[1]
     if isinstance(function, str):

@@ -8,7 +8,9 @@ real types.
 """
 
 import functools
+import itertools
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
@@ -552,6 +554,20 @@ def check_dashes(word: str) -> None:
     key = name.partition("=")[0].replace("-", "_")
     if name != word and not word.startswith("--") and key in all_facts():
         raise ConfigError(f"{word!r} is not an option: write --{name}")
+
+
+def check_expansion(words: Iterable[str]) -> None:
+    """Raise ConfigError if two words in a row are files, where no option has two values:
+    the shell has put the files in the place of a pattern.
+    """
+    for are_files, group in itertools.groupby(words, os.path.exists):
+        files = list(group)
+        if are_files and len(files) > 1:
+            raise ConfigError(
+                f"{len(files)} files in a row, from {files[0]!r} to {files[-1]!r}, "
+                "expected one value: the shell expanded a pattern; quote it, such as "
+                "'data/*.txt'"
+            )
 
 
 def fixed(what: str) -> list[str]:

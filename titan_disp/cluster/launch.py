@@ -29,6 +29,7 @@ from titan_disp.checks import check_device, check_inputs, check_ranks
 from titan_disp.cluster.freeze import SCRIPTS, freeze
 from titan_disp.cluster.plan import make_plan, render
 from titan_disp.config.command_options import (
+    Machine,
     SlurmOptions,
     SubmitOptions,
     TrainOptions,
@@ -36,7 +37,7 @@ from titan_disp.config.command_options import (
 )
 from titan_disp.config.load import load_config
 from titan_disp.config.types import JobConfig
-from titan_disp.errors import CheckpointError, ConfigError, RefusedError
+from titan_disp.errors import CheckpointError, ConfigError, Problems, RefusedError
 from titan_disp.files import cores
 from titan_disp.run import dry
 from titan_disp.run.folder import writing
@@ -152,7 +153,8 @@ def _start_ranks(
                 f"little memory. The same command {then}"
             )
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
-        if reason := _last_error(logs, rank):
+        reason = _last_error(logs, rank)
+        if reason and reason != _last_error(logs, 0):  # rank 0 has printed its own
             print(reason, file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     if stop.number:
@@ -390,20 +392,55 @@ def command(
     return ["sbatch", *sbatch_options(options, more), str(script), *arguments]
 
 
-def send(line: Sequence[str], dry_run: bool) -> int:
+def send(
+    line: Sequence[str], dry_run: bool, undo: Callable[[], object] = lambda: None
+) -> int:
     """Print an sbatch command, run it unless this is a dry run, and return the exit
-    status.
+    status. ``undo`` is called if sbatch refuses the job.
     """
     print(f"\n{shlex.join(line)}", flush=True)
     if dry_run:
         return 0
     try:
-        return subprocess.run(line, env=os.environ).returncode
+        done = subprocess.run(
+            line, env=os.environ, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
     except FileNotFoundError as error:
+        undo()
         raise ConfigError(
             "there is no sbatch on this machine: submit from a login node, or use "
             "--dry-run"
         ) from error
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    # After a time-out, there may be a job. With --wait, the status is that of the job.
+    if "submission failed" in done.stderr and "timed out" not in done.stderr:
+        undo()
+    return done.returncode
+
+
+def _remove_launch(folder: Path, is_run_new: bool) -> None:
+    """Remove a launch folder, and the folders above it that are empty now: RUN/launch,
+    and if ``is_run_new``, RUN.
+    """
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # not empty
+        folder.parent.rmdir()
+        if is_run_new:
+            folder.parent.parent.rmdir()
+
+
+def plan_job(job_config: JobConfig, machine: Machine, options: SlurmOptions) -> str:
+    """Return the text of a job's plan.
+
+    Raises ConfigError if inputs are missing, unless only the compute nodes have them. On
+    a machine without sbatch, which may have other disks than the cluster, the plan only
+    warns.
+    """
+    missing = Problems(collect=True)
+    plan = make_plan(job_config, machine, missing=missing)
+    if shutil.which("sbatch") is not None and not options.inputs_on_nodes:
+        missing.refuse("If only the compute nodes have it, add --inputs-on-nodes")
+    return render(plan)
 
 
 def _look_at(run: Path) -> None:
@@ -456,7 +493,7 @@ def submit(options: SubmitOptions) -> int:
     nproc = os.environ.get("TITAN_DISP_NPROC", "")
     if nproc.isdecimal() and int(nproc):  # ranks per node, whatever its GPUs
         training = dataclasses.replace(training, gpus_per_node=int(nproc))
-    print(render(make_plan(job_config, training)), flush=True)
+    print(plan_job(job_config, training, options), flush=True)
     _warn_of_refusal(job_config)
     site = site_file(options.site)
     if options.dry_run:
@@ -465,8 +502,13 @@ def submit(options: SubmitOptions) -> int:
             command(options, [options.config, *options.overrides]), dry_run=True
         )
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    is_run_new = not Path(job_config.job.dump_folder).exists()
     folder = freeze(job_config, options.argv, name, sbatch_options(options), site)
     frozen = json.loads((folder / "launch.json").read_text(errors="surrogateescape"))[
         "argv"
     ]
-    return send(command(options, frozen, folder / "slurm" / SCRIPT), dry_run=False)
+    return send(
+        command(options, frozen, folder / "slurm" / SCRIPT),
+        dry_run=False,
+        undo=lambda: _remove_launch(folder, is_run_new),
+    )

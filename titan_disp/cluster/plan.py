@@ -391,6 +391,10 @@ def find_machine(machine: Machine) -> Machine:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {number:g}, expected a number > 0"
             )
+    memory = machine.gpu_memory
+    flops = machine.gpu_flops
+    if not machine.gpu and memory and flops:
+        machine = replace(machine, gpu=f"GPU ({memory:g} GB, {flops:g} TFLOP/s)")
     gpu = cost.find_gpu(machine)
     check_least(machine, nodes=1, gpus_per_node=1)
     if not 0 < machine.mfu <= 1:
@@ -418,12 +422,18 @@ def find_machine(machine: Machine) -> Machine:
     )
 
 
-def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> Plan:
+def make_plan(
+    job_config: JobConfig,
+    machine: Machine,
+    strict: bool = False,
+    missing: Problems | None = None,
+) -> Plan:
     """Return the plan of a config, which is not changed, on a machine.
 
-    Raises ConfigError if the run would fail at its start, or a number of the machine is
-    out of range. With ``strict``, missing data or a missing tokenizer is an error, too,
-    and the message has all problems.
+    ``missing`` collects the errors about missing data or a missing tokenizer, which the
+    plan has as warnings. Raises ConfigError if the run would fail at its start, or a
+    number of the machine is out of range. With ``strict``, missing data or a missing
+    tokenizer is an error, too, and the message has all problems.
     """
     machine = find_machine(machine)
     unchecked = job_config
@@ -441,7 +451,9 @@ def make_plan(job_config: JobConfig, machine: Machine, strict: bool = False) -> 
         end = _asked_size(asked, machine)
     if errors and not strict:
         raise ConfigError(". ".join(filter(None, [str(errors[0]), end])))
-    missing = problems if strict else Problems(collect=True)
+    if strict:
+        missing = problems
+    missing = missing or Problems(collect=True)
     listed: list[tuple[DataSet, list[DataFile]]] = []
     of_data: list[str] = []
     problems.pass_(lambda: listed.extend(listed_inputs(job_config, missing, of_data)))

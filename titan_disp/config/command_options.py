@@ -72,8 +72,8 @@ class Nodes:
     """
     gpu: str = ""
     """kind of GPU for the plan: A100, H100, H200, MI250X-GCD, MI300X, RTX3090, RTX4090
-    or RTX5090, or any other name with --gpu-memory and --gpu-flops. The default is this
-    computer's, or H100 if it has none.
+    or RTX5090, or any other with --gpu-memory and --gpu-flops, which then needs no name.
+    The default is this computer's, or H100 if it has none.
     """
 
 
@@ -116,7 +116,11 @@ class SlurmOptions(Nodes):
     """
     dry_run: bool = False
     """print the sbatch command instead of running it. On a machine with sbatch, the run
-    folder must be writable.
+    folder must be writable, and data and tokenizer must exist.
+    """
+    inputs_on_nodes: bool = False
+    """submit although data, tokenizer or weights are missing on this machine, because
+    the compute nodes have them.
     """
 
     @property
@@ -244,7 +248,9 @@ class InitOptions:
     tokenizer: OptionalPath = None
     """folder of a tokenizer. The default is to train one on the text."""
     allow_loss: bool = False
-    """go on although more than 1 % of the bytes cannot be used."""
+    """go on although more than 1 % of the bytes cannot be used, or more than half of the
+    text is in files that are not read.
+    """
     model: Literal["qwen3_disp", "llama_disp"] = "qwen3_disp"
     """architecture (model.name). Its size follows from the text and the time."""
     minutes: OptionalFloat = None

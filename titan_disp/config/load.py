@@ -20,7 +20,13 @@ from titan_disp.config import reference
 from titan_disp.config.keys import Facts, set_value, value_of, written
 from titan_disp.config.types import JobConfig
 from titan_disp.errors import ConfigError, did_you_mean, reported
-from titan_disp.job_config import all_facts, check_dashes, key_hint, unknown_option
+from titan_disp.job_config import (
+    all_facts,
+    check_dashes,
+    check_expansion,
+    key_hint,
+    unknown_option,
+)
 from titan_disp.tables import literal
 
 ALL_ITEMS = typeguard.CollectionCheckStrategy.ALL_ITEMS
@@ -228,6 +234,7 @@ def _value(key: str, words: list[str], type_: Any) -> Any:
         return parsers[0].instance_from_str([text])
     meanings = _meanings(words, type_)
     if not meanings:
+        check_expansion(words)
         raise _wrong_type(key, text, type_)
     return _of_type(meanings[0], type_)
 
@@ -304,6 +311,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
             the wrong type.
     """
     options = _options(argv)
+    check_expansion(dict(options).get("job.config_file", []))
     texts = {key: " ".join(words) for key, words in options}
     path = expanded("job.config_file", texts.get("job.config_file", ""))
     toml = read_toml(path) if path else {}

@@ -197,6 +197,19 @@ def encoding_of(head: bytes) -> str:
         return ""
 
 
+# files that may hold text, which their first bytes do not show
+_PACKED_TEXT = (".doc", ".docx", ".epub", ".odt", ".pdf", ".7z", ".bz2", ".xz", ".zip")
+
+
+def looks_like_text(path: str) -> bool:
+    """Return whether a file may hold text, by its name and its first bytes."""
+    if is_readable(path) or path.lower().endswith(_PACKED_TEXT):
+        return True
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    return bool(encoding_of(head)) or head == head.translate(None, _CONTROLS)
+
+
 class BadDocument(Exception):
     """One document cannot be used; the message says why."""
 

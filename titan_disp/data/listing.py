@@ -47,7 +47,8 @@ T = TypeVar("T")
 # Such files are usual beside documents, so leaving them out is not worth a warning.
 # (.model is SentencePiece's, and .idx is Megatron-LM's.)
 _NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
-_UNREAD = "files with such suffixes are not read"
+UNREAD = "files with such suffixes are not read"
+BESIDE = "there are documents in other formats (a glob reads both)"
 _GLOB = ". (A glob instead of the folder reads every such file that it matches)"
 _SAMPLE = "For a sample corpus: titan-disp sample-data DIR"
 _SPLITS = {
@@ -365,8 +366,7 @@ class _Selection:
             descriptions = [path for path in paths if suffix_of(path) in formats]
             documents = [path for path in paths if suffix_of(path) not in formats]
             if any(map(is_readable, documents)):
-                reason = "there are documents in other formats (a glob reads both)"
-                self.leave_out(descriptions, reason, _say)
+                self.leave_out(descriptions, BESIDE, _say)
                 paths = documents
         counts = _counts(paths)
         paths = self.readable(paths)
@@ -459,8 +459,8 @@ class _Selection:
         unread = [path for path in paths if not is_readable(path)]
         usual = [path for path in unread if path.endswith(_NO_DATA)]
         unusual = [path for path in unread if not path.endswith(_NO_DATA)]
-        self.leave_out(usual, _UNREAD, _note)
-        self.leave_out(unusual, _UNREAD, warn_once)
+        self.leave_out(usual, UNREAD, _note)
+        self.leave_out(unusual, UNREAD, warn_once)
         return [path for path in paths if is_readable(path)]
 
     def check_formats(self, paths: Collection[str]) -> None:

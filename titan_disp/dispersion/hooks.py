@@ -165,7 +165,8 @@ class attach(AbstractContextManager["attach"]):
             tuple whose first tensor is [B, N, F], or a dict with one such tensor. The
             name of a list stands for all its modules. A block that runs several times
             in a forward counts as several layers, as in ["block"] of a universal
-            transformer. None: the longest list of modules of one class.
+            transformer. None: the longest list of modules of one class; if these have
+            lists of blocks themselves, as the stages of Swin, attach warns.
         coeff: λ, also an attribute. If it is negative, the embeddings condense, and
             attach warns.
         variant: the variant of the loss.
@@ -182,7 +183,7 @@ class attach(AbstractContextManager["attach"]):
             times has the loss of its last run.
 
     Raises:
-        TypeError: an option is unknown.
+        TypeError: ``model`` is no module, or an option is unknown.
         ValueError: the blocks are not found or are ambiguous, their outputs are [N, B,
             F], or an option is wrong.
     """
@@ -195,6 +196,11 @@ class attach(AbstractContextManager["attach"]):
         variant: str | Variant = "angular",
         **options: Any,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}, expected a torch.nn.Module: load "
+                "it first, as with AutoModelForCausalLM.from_pretrained"
+            )
         check_coeff("coeff", coeff)
         if warning := condensing(coeff):
             warnings.warn(warning, stacklevel=2)
@@ -217,6 +223,14 @@ class attach(AbstractContextManager["attach"]):
             )
         if layers is None:
             blocks = _longest_list(model)
+            if inner := _lists_inside(blocks):
+                warnings.warn(
+                    f"attach takes {', '.join(blocks)} as blocks. They have lists of "
+                    "modules themselves: to take such a list, whose modules return "
+                    "equally many tokens, name it, as in "
+                    f"layers={max(inner, key=lambda name: len(inner[name]))!r}",
+                    stacklevel=2,
+                )
         else:
             blocks = _named(model, layers)
         for name, block in blocks.items():
@@ -419,6 +433,22 @@ def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
     if not blocks:
         raise ValueError("layers names no module, expected at least one")
     return blocks
+
+
+def _lists_inside(blocks: Modules) -> dict[str, Modules]:
+    """Return the lists of modules of one class that are children of blocks, by name.
+
+    A block with such a list may be a stage of several blocks, as in Swin. Lists of
+    modules without children, such as norms, are left out.
+    """
+    lists = dict[str, Modules]()
+    for name, block in blocks.items():
+        for child, module in block.named_children():
+            modules = _modules_of_list(f"{name}.{child}", module)
+            first = next(iter(modules.values()), nn.Module())
+            if len(modules) > 1 and _are_alike(modules) and any(first.children()):
+                lists[f"{name}.{child}"] = modules
+    return lists
 
 
 def _longest_list(model: nn.Module) -> Modules:

@@ -41,11 +41,20 @@ from titan_disp.data.formats import (
     DamagedFile,
     Empty,
     OtherContent,
+    looks_like_text,
     size_of,
     text_of,
 )
 from titan_disp.data.ledger import CONVERTED, LEFT_OUT, SKIPPED, USED, Entry
-from titan_disp.data.listing import DataFile, files_named, list_files, listing_of
+from titan_disp.data.listing import (
+    BESIDE,
+    UNREAD,
+    DataFile,
+    Listing,
+    files_named,
+    list_files,
+    listing_of,
+)
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.data.stores import is_folder, is_url
 from titan_disp.data.tokenizer import encoder, load_tokenizer
@@ -221,6 +230,8 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
             "ids, write a config with their tokenizer (model.hf_assets_path) and "
             "stream.token_dtype: docs/data.md#token-ids"
         )
+    if not options.allow_loss:
+        _check_left_out(path, listing)
     # A .txt file is a document, unless there are few or long ones, which hold several.
     is_plain = all(file.name.endswith(PLAIN_TEXT) for file in files)
     is_long = (
@@ -266,6 +277,27 @@ def _find_text(options: InitOptions, path: str, gpus: int) -> _Text:
         seq_len=seq_len,
         ledger=entries,
     )
+
+
+def _check_left_out(path: str, listing: Listing) -> None:
+    """Raise ConfigError if more than half of the bytes that look like text are in files
+    that are not read. Those of other splits do not count.
+    """
+    texts = {
+        file: reason
+        for file, reason in listing.left_out.items()
+        if reason in (UNREAD, BESIDE) and os.path.isfile(file) and looks_like_text(file)
+    }
+    unread = list(ledger.of_left_out(texts))
+    size = sum(entry.size for entry in unread)
+    total = size + sum(file.size for file in listing.files)
+    if size > total / 2:
+        raise ConfigError(
+            f"--text is {path!r}: {size / total:.0%} of the bytes that look like text "
+            f"are in files that are not read: {'; '.join(ledger.lines(unread))}. Convert "
+            "them, name the files to read by a glob in quotes, or go on without, "
+            "--allow-loss"
+        )
 
 
 def _write_documents(text: _Text, folder: Path) -> None:

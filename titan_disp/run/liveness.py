@@ -409,7 +409,8 @@ class Start:
 
 
 class StopRequest:
-    """A request to stop, as this rank sees it: a signal, or a file in the run folder.
+    """A request to stop, as this rank sees it: a signal, a file in the run folder, or
+    the end of the process that launched this rank.
 
     SLURM signals a job some minutes before its end. The batch script cannot pass the
     signal on through torchrun (USR1 kills torchrun's agent), so it writes the name of
@@ -424,6 +425,7 @@ class StopRequest:
         self.file = run / STOP if run is not None else None
         self.reason: str | None = None  # why this rank was asked to stop
         self._signalled = False
+        self._parent = os.getppid()
         if patiently(self._of_a_job) not in (None, job_id()):
             logger.info(f"removed {self.file}, which an earlier job left")
             self.done()
@@ -461,13 +463,19 @@ class StopRequest:
         return self._is_there() and patiently(self._of_a_job) is None
 
     def __call__(self) -> bool:
-        """Look for the file, and return whether this rank was asked to stop."""
+        """Look for the file and for torchrun, and return whether this rank was asked to
+        stop. If torchrun has been killed, nobody else could stop the rank.
+        """
         # After an error, the next call looks again.
         with suppress(OSError):
             if self.reason is None and self._is_there():
                 # set before the reason, for which another thread waits
                 self._signalled = self._of_a_job() is not None
                 self.reason = f"the file {self.file}"
+        has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        if self.reason is None and has_launcher and os.getppid() != self._parent:
+            self._signalled = True
+            self.reason = f"the launcher, process {self._parent}, has been killed"
         return self.asked()
 
     def asked(self) -> bool:

@@ -23,8 +23,7 @@ from titan_disp.checks import (
     resolve_tables,
 )
 from titan_disp.cluster.freeze import SCRIPTS
-from titan_disp.cluster.launch import command, send
-from titan_disp.cluster.plan import make_plan, render
+from titan_disp.cluster.launch import command, plan_job, send
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.command_options import SweepOptions
 from titan_disp.config.load import load_config
@@ -369,7 +368,7 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
         return 0
     first = _load(todo[0].point)
     print(
-        f"{todo[0].point.name}:\n{render(make_plan(first, options.machine))}",
+        f"{todo[0].point.name}:\n{plan_job(first, options.machine, options)}",
         flush=True,
     )
     array = f"array={ranges([entry.place for entry in todo])}%{options.jobs}"
