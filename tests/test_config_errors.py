@@ -236,7 +236,7 @@ def check(config, ranks):
         (
             1,
             f"{NOISE} dispersion.enabled false baseline.with_dispersion true",
-            "dispersion.enabled is false: leave it",
+            "dispersion.enabled is false: leave with_dispersion out",
         ),
         (
             1,
@@ -251,7 +251,7 @@ def check(config, ranks):
         (
             1,
             f"{FORGET} baseline.forget_every 300",
-            "forget_every is 300, expected .*fewer than the 300 of the run",
+            "forget_every is 300, expected .*fewer than the 300 steps of the run",
         ),
         (1, "comm.mode local_tensor", "local_tensor"),
         (1, "fault_tolerance.enable true", "fault_tolerance"),

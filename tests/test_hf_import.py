@@ -276,7 +276,7 @@ def test_damaged_folders(published, tmp_path):
         ),
         (
             lambda: save_file(without, file),
-            r"lacks 1 of the 68 weights, 'model\.norm\.weight' first: is the download",
+            r"lacks 1 of the 68 weights, such as 'model\.norm\.weight': is the download",
         ),
         (
             lambda: file.write_bytes(whole[: len(whole) // 2]),

@@ -14,8 +14,8 @@ from titan_disp.errors import EXIT_CODE
 
 
 def required_packages() -> set[str]:
-    """Return the import names of the packages that titan-disp requires, without those of
-    extras.
+    """Return the import names of the packages that titan-disp requires. Packages that
+    only extras require are left out.
     """
     lines = [line for line in requires("titan-disp") or [] if "extra ==" not in line]
     return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
@@ -30,7 +30,7 @@ def main() -> None:
 
         cli.main()
     except ModuleNotFoundError as error:
-        if error.name == "triton":  # torchtitan imports it
+        if error.name == "triton":  # torchtitan imports triton
             what = "'.[cpu]'"
         elif error.name in required_packages():
             what = "."
@@ -44,7 +44,7 @@ def main() -> None:
         sys.exit(EXIT_CODE)
     except KeyboardInterrupt:  # Importing torch takes seconds
         print("titan-disp: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)  # as shells have it: 128 + SIGINT
+        sys.exit(130)  # 128 + SIGINT, as in shells
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def check_config(
 
     ``problems`` may collect all errors. By default, the first error is raised.
 
-    The config is also completed: training.steps is set from budget.tokens,
-    data_parallel_replicate_degree = −1 and validation.seq_len = −1 are replaced, and
+    The config is also completed: budget.tokens determines training.steps; the −1 of
+    data_parallel_replicate_degree and of validation.seq_len is replaced; and
     model.overrides and dispersion.options become tables.
     """
     if not hasattr(job_config, "dispersion"):
@@ -185,7 +185,7 @@ def nearest_hint(
 
 
 def resolve_tables(job_config: JobConfig) -> None:
-    """Turn model.overrides and dispersion.options into tables, if they are words."""
+    """Turn model.overrides and dispersion.options into tables, if they are text."""
     model = job_config.model
     dispersion = job_config.dispersion
     model.overrides = parse_overrides(model.overrides)
@@ -193,7 +193,7 @@ def resolve_tables(job_config: JobConfig) -> None:
 
 
 def check_keys(job_config: JobConfig, problems: Problems) -> bool:
-    """Check every key, TorchTitan's and titan-disp's, and return whether all pass."""
+    """Check every key of TorchTitan and titan-disp, and return whether all pass."""
     passed = [
         problems.pass_(check_key, key, facts, job_config)
         for key, facts in all_facts().items()
@@ -202,8 +202,8 @@ def check_keys(job_config: JobConfig, problems: Problems) -> bool:
 
 
 def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
-    """Check the value of a key, and the values of other keys that it needs. A key that
-    is false needs nothing.
+    """Check the value of a key, and the values that this key needs in other keys. A key
+    that is false needs nothing.
     """
     if not _holds(facts, job_config):
         return
@@ -219,7 +219,7 @@ def check_key(key: str, facts: Facts, job_config: JobConfig) -> None:
 
 
 def _holds(facts: Facts, job_config: JobConfig) -> bool:
-    """Return whether the limits of a key hold with the values of the other keys."""
+    """Return whether the limits of a key apply, given the values of other keys."""
 
     def all_have(values: Mapping[str, Any]) -> bool:
         return all(has(value_of(job_config, key), values[key]) for key in values)
@@ -228,8 +228,8 @@ def _holds(facts: Facts, job_config: JobConfig) -> bool:
 
 
 def config_warnings(job_config: JobConfig) -> Iterator[str]:
-    """Yield warnings about the keys without effect, and about the schedules, of a config
-    that has passed ``check_config``.
+    """Yield warnings about keys that have no effect, and about the schedules. The
+    config must have passed ``check_config``.
     """
     defaults = type(job_config)()
     for key, facts in all_facts().items():
@@ -277,10 +277,10 @@ def resolve_replicas(job_config: JobConfig, world_size: int) -> None:
     ranks allow.
 
     A second call changes nothing. With −1, the shard degree is an upper bound. For
-    example, 8 is right for any number of nodes of 8 GPUs, and for 1, 2 or 4 GPUs, which
-    hold one replica. TorchTitan 0.2.2 does not accept −1, so call this before
-    TorchTitan sees the config. The number of ranks must be a multiple of the degrees of
-    context and tensor parallelism.
+    example, a shard degree of 8 is right for any number of nodes of 8 GPUs, and for 1,
+    2 or 4 GPUs, which then hold one replica. TorchTitan 0.2.2 does not accept −1, so
+    call this before TorchTitan sees the config. The number of ranks must be a multiple
+    of the degrees of context and tensor parallelism.
     """
     p = job_config.parallelism
     if p.data_parallel_replicate_degree != -1:
@@ -340,7 +340,7 @@ def _check_shards(job_config: JobConfig, world_size: int) -> int:
     if replicate > 1 and shard * cp == 1:
         raise ConfigError(
             f"pure data parallelism (data_parallel_replicate_degree {replicate}, "
-            "data_parallel_shard_degree 1) is refused: TorchTitan 0.2.2 averages its "
+            "data_parallel_shard_degree 1) is refused: TorchTitan 0.2.2 averages the "
             "gradients a second time, which makes them too small. Set "
             "data_parallel_replicate_degree = 1 (FSDP) or data_parallel_shard_degree "
             "≥ 2 (HSDP)"
@@ -377,7 +377,7 @@ def _check_sharded_sizes(job_config: JobConfig, shards: int) -> None:
         if rows is not None and rows % tp and args.dim % shards:
             raise ConfigError(
                 f"tensor_parallel_degree {tp} does not divide the {rows} rows of an "
-                f"embedding of {flavor!r}, and its {args.dim} columns, which FSDP "
+                f"embedding of {flavor!r}, and the {args.dim} columns, which FSDP "
                 f"shards in this case, are not a multiple of {shards} "
                 "(data_parallel_shard_degree × context_parallel_degree): set a "
                 "data_parallel_shard_degree with which this product is a divisor of "
@@ -434,7 +434,7 @@ def check_model(job_config: JobConfig) -> None:
 def check_validation(job_config: JobConfig) -> None:
     """Check the length of validation sequences.
 
-    Rotary embeddings are computed for training.seq_len positions.
+    They must not be longer than training.seq_len, the length of rotary embeddings.
     """
     v = job_config.validation
     seq_len = job_config.training.seq_len
@@ -457,8 +457,8 @@ def check_validation(job_config: JobConfig) -> None:
 
 
 def check_slots(job_config: JobConfig, world_size: int) -> None:
-    """Check that the global batch is a multiple of the slots, and the slots a multiple
-    of the data-parallel ranks.
+    """Check that the global batch is a multiple of the number of slots, and that this
+    number is a multiple of the number of data-parallel ranks.
     """
     dp = data_parallel_degree(job_config, world_size)
     batch = global_batch_size(job_config, dp)
@@ -554,7 +554,7 @@ def check_device(job_config: JobConfig) -> None:
     ):
         raise ConfigError(
             "tensor parallelism, activation checkpointing and compile.enable are on, expected at most two of them on a CPU: "
-            'torch cannot compile its attention with all. Set activation_checkpoint.mode = "none"'
+            'torch cannot compile attention with all three. Set activation_checkpoint.mode = "none"'
         )
 
 
@@ -581,8 +581,8 @@ def _is_compiled(job_config: JobConfig) -> bool:
 
 
 def check_launched(job_config: JobConfig) -> None:
-    """Check that torchrun has started this process, and that rank 0 can listen where
-    the ranks meet.
+    """Check that torchrun has started this process, and that rank 0 can listen on the
+    port where the ranks meet.
     """
     if "LOCAL_RANK" not in os.environ:
         config = job_config.job.config_file
@@ -591,7 +591,7 @@ def check_launched(job_config: JobConfig) -> None:
             f"titan-disp train {config}, or torchrun --nproc-per-node N -m "
             f"titan_disp.train --job.config_file {config}"
         )
-    # torchrun's own process may listen for the ranks already.
+    # torchrun's own process may already listen on this port.
     listens = os.environ.get("RANK") == "0" and not dist.is_initialized()
     if not listens or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -636,7 +636,7 @@ def check_checkpoint(job_config: JobConfig) -> None:
 def listed_inputs(
     job_config: JobConfig, missing: Problems, warnings: list[str]
 ) -> list[tuple[DataSet, list[DataFile]]]:
-    """Return each data set that the config names and exists, with its files.
+    """Return each existing data set that the config names, with its files.
 
     ``missing`` may collect the errors about a missing tokenizer, data set or checkpoint.
     Warnings about a tokenizer that does not suit the data are added to ``warnings``.
@@ -676,7 +676,7 @@ def tokenizer_of(job_config: JobConfig) -> BaseTokenizer:
     """
     folder = job_config.model.hf_assets_path
     tokenizer = load_tokenizer(folder, job_config.stream.separator)
-    encoder(tokenizer)  # raises ConfigError if it has no EOS token
+    encoder(tokenizer)  # raises ConfigError without an EOS token
     size = tokenizer.get_vocab_size()
     advice = f"choose a flavor with a larger vocabulary, a smaller tokenizer, or --model.overrides.vocab_size={size}"
     check_fits(
@@ -694,7 +694,7 @@ def build_dispersion_losses(
 ) -> dict[str, tuple[float, DispersionLoss]]:
     """Return the (weight, loss) of each dispersion loss by its name.
 
-    The first loss is that of [dispersion], with weight 1. The others are those of
+    The first loss is from [dispersion] and has weight 1. The others are from
     [[dispersion.losses]]. λ multiplies all of them. If several losses have the same
     name, the second is called NAME_2, and so on. ``debug.seed`` decides which positions
     are sampled.
@@ -714,7 +714,8 @@ def build_dispersion_losses(
         loss = _build_loss(f"{where}.", values, job_config)
         name = loss.name
         count = 1
-        # dispersion_fit_error is the name of another number in metrics.jsonl.
+        # No loss is called fit_error, because dispersion_fit_error is the name of
+        # another number in metrics.jsonl.
         while name in (*losses, "fit_error"):
             count += 1
             name = f"{loss.name}_{count}"

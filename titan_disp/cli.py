@@ -177,8 +177,8 @@ def sweep_table(options: opts.SweepTableOptions) -> None:
     print(write_table(read_sweep(options.file), options), end="")
 
 
-# (class of the options, function that takes them); the function may be named by its
-# module and name, below titan_disp
+# (class of the options, function that takes them). The function may be a string: its
+# module, without "titan_disp.", and its name.
 Command = tuple[Any, Callable[[Any], Any] | str]
 Commands = Mapping[str, Command | Mapping[str, Command]]
 # The functions above import what they need when they are called, and functions that are
@@ -310,7 +310,7 @@ def run(args: Sequence[str], prog: str) -> None:
         "Pre-train language models with the dispersion loss, and measure their "
         "condensation. titan-disp --version prints the version."
     )
-    # Without pairs, help shows --json, and not "--json, --no-json"
+    # With this marker, help shows --json instead of "--json, --no-json".
     config = (tyro.conf.FlagCreatePairsOff,)
     try:
         options = _app(COMMANDS, listed=command is None).cli(
@@ -320,7 +320,7 @@ def run(args: Sequence[str], prog: str) -> None:
         if end.code:  # tyro has printed the words that it did not expect
             check_expansion(args)
         raise
-    assert command is not None  # otherwise, tyro has printed help or an error
+    assert command is not None  # without a command, tyro exits
     function = command[1]
     if isinstance(function, str):
         function = resolve_name(f"titan_disp.{function}")
@@ -342,7 +342,7 @@ def _collected(argv: Sequence[str], options: type) -> list[str]:
     repeated.
     """
     types = get_type_hints(options)
-    groups: list[list[str]] = [[]]  # each one is an option with its values
+    groups: list[list[str]] = [[]]  # each group is an option with its values
     group_of: dict[str, list[str]] = {}
     for word in argv:
         option, equals, value = word.partition("=")
@@ -415,7 +415,7 @@ def main() -> None:
         argv.insert(1, "run")
     try:
         encoding = locale.getpreferredencoding(False)
-        if codecs.lookup(encoding).name != "utf-8":  # torch's import would fail
+        if codecs.lookup(encoding).name != "utf-8":  # importing torch would fail
             raise ConfigError(
                 f"Python reads and writes files as {encoding} here, expected UTF-8: "
                 "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"

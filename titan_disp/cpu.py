@@ -174,7 +174,7 @@ def _give_gloo_groups_one_thread() -> None:
     gloo: Any = dist.ProcessGroupGloo
     create = gloo.__init__
     if hasattr(create, "__wrapped__"):
-        return  # installed before
+        return  # an earlier call did this
 
     @functools.wraps(create)
     def with_one_thread(

@@ -183,7 +183,8 @@ def one_line_at_the_end() -> Iterator[None]:
 
 @contextmanager
 def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise a ConfigError "``what``: reason" for errors of these kinds in the block.
+    """Turn errors of these kinds in the block into a ConfigError. Its message is
+    ``what`` + ": " + the error's message.
 
     A UserError passes unchanged, because its message is complete.
     """
@@ -197,7 +198,9 @@ def reported(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def prefixed(where: str, cure: str = "") -> Iterator[None]:
-    """Raise a ValueError of the block as a ConfigError "``where``reason``cure``"."""
+    """Turn a ValueError of the block into a ConfigError. Its message is ``where`` + the
+    ValueError's message + ``cure``.
+    """
     try:
         yield
     except ValueError as error:

@@ -64,7 +64,7 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
 
     If the block fails, the new file is removed and an older one stays. Readers on other
     nodes never find half a file. The content is on disk before the file gets its name.
-    After a crash of the node, the older file is therefore there, not an empty one.
+    A crash of the node therefore leaves the older file, never an empty one.
 
     ``by_many``: processes on several nodes may write the same file at the same time.
     """
@@ -86,8 +86,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, which gets the name ``path`` when the block ends.
 
     If the block fails, the new folder is removed. Raises ConfigError if the parent of
-    ``path`` is not writable, and OSError if ``path`` is a file or a folder that is not
-    empty when the block ends.
+    ``path`` is not writable, and OSError if ``path`` is a file, or a folder that is not
+    empty, when the block ends.
     """
     with reported(f"{str(path.parent)!r} is not a writable folder", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def progress(
 
     The bar disappears when it is closed.
 
-    A bar with ``items`` is iterated over, and counts and closes by itself. Without
+    Iterate over a bar with ``items``, which counts and closes by itself. Without
     ``items``, call ``update`` and ``close``, or use the bar as a context manager. Bytes
     (the unit "B") are shown in kB, MB and so on.
     """

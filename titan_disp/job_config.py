@@ -154,8 +154,8 @@ class Dispersion:
 
 @dataclass
 class Baseline:
-    """docs/training.md describes these other methods, which may counteract condensation,
-    too.
+    """These other methods may also counteract condensation. docs/training.md describes
+    them.
     """
 
     method: Literal["none", "noisy_embedding", "active_forgetting"] = key(
@@ -512,9 +512,9 @@ def all_keys() -> dict[str, Field[Any]]:
     return keys
 
 
-@functools.cache  # a plan calls this for each of a thousand numbers of nodes
+@functools.cache  # a plan calls this about a thousand times
 def all_facts() -> dict[str, Facts]:
-    """Return the metadata of all keys of a config, TorchTitan's and titan-disp's."""
+    """Return the metadata of all keys of a config, also of TorchTitan's keys."""
     ours = {name: facts_of(field) for name, field in all_keys().items()}
     return ours | torchtitan_facts()
 
@@ -571,7 +571,7 @@ def check_expansion(words: Iterable[str]) -> None:
 
 
 def fixed(what: str) -> list[str]:
-    """Return the full names of the keys that fix ``what`` for the life of a run: "data"
-    or "model".
+    """Return the full names of the keys that fix the data or the model for the life of
+    a run. ``what`` is "data" or "model".
     """
     return [name for name, f in all_keys().items() if facts_of(f).fixes == what]

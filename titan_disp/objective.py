@@ -37,10 +37,10 @@ class LossLedger:
     The sums stay on the device, so adding never waits for the GPU.
 
     Attributes:
-        sources: by source of data, the number of this rank's slots (streams of
-            documents) that read the source, in the order of the slots. The sequences of
-            a rank come from its slots in turn. If it is empty, there are no means of
-            single sources.
+        sources: a dict from a source of data to the number of this rank's slots
+            (streams of documents) that read this source, in the order of the slots. The
+            sequences of a rank come from its slots in turn. If the dict is empty, there
+            are no means of single sources.
     """
 
     def __init__(self) -> None:
@@ -201,8 +201,8 @@ class DispersionObjective:
 
     Attributes:
         cross_entropy: takes logits [B, N, V] or ``HiddenStates``, and labels [B, N].
-            Returns CE summed over the valid tokens, or a pair of the sum and CE of each
-            token [B · N], which the ledger needs for the means of sources.
+            Returns CE summed over the valid tokens, or a pair of this sum and the CE of
+            each token [B · N]. The ledger needs the pair for the means of sources.
         losses: the dispersion loss, or a dict from name to (weight, loss).
         coeff: λ as a function of the number of completed steps.
         step: returns the number of completed steps, which also determines the sampled
@@ -371,8 +371,8 @@ class DispersionObjective:
         """Return a scalar 0, whose backward computes the losses and adds their gradients.
 
         The losses' gradients are multiplied by the gradient of the scalar, which
-        includes λ because the caller multiplies the scalar by λ. ``coeff`` is also λ,
-        because backward adds λ · dispersion to ``_late``.
+        includes λ because the caller multiplies the scalar by λ. Backward also needs λ
+        as ``coeff``, to add λ · dispersion to ``_late``.
         """
         self._awaited.add(batch)
         self._last = batch

@@ -70,8 +70,8 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from. (datasets raises errors of
-    its own from those of the hub.)
+    """Yield an error and the errors that it was raised from. (The package datasets
+    raises its own errors from the hub's errors.)
     """
     while error is not None:
         yield error
@@ -111,8 +111,8 @@ REFUSALS = (
 
 
 def may_recover(error: Exception) -> bool:
-    """Return whether the same request may succeed later. It cannot if the server
-    refuses access or has no such object.
+    """Return whether the same request may succeed later. It cannot succeed if the
+    server refuses access or has no such object.
     """
     if (response := response_of(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
@@ -124,8 +124,8 @@ def may_recover(error: Exception) -> bool:
 
 
 def seconds_asked(error: Exception) -> float | None:
-    """Return the seconds that the hub asks to wait, or None. A response 429 has them in
-    the header RateLimit or in Retry-After.
+    """Return the seconds that the hub asks to wait, or None. A response 429 has these
+    seconds in the header RateLimit or Retry-After.
     """
     from huggingface_hub.utils import parse_ratelimit_headers
 

@@ -41,7 +41,7 @@ def _member(enum: Any, name: str) -> Any:
     return _ENUM[name]
 
 
-# All names that checkpoints contain, of one process, FSDP2, HSDP and TP, saved
+# All names in the checkpoints of a single process, FSDP2, HSDP and TP, saved
 # synchronously or asynchronously. A name must match exactly, so that a dotted name
 # ("metadata.os.system") is refused.
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -118,7 +118,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 class _FastUnpickler(pickle.Unpickler):
-    """Unpickle in C, in a third of the time, a file that ``_Unpickler`` has accepted."""
+    """Unpickle a file that ``_Unpickler`` has accepted. This class is written in C, and
+    needs a third of the time.
+    """
 
     find_class = _Unpickler.find_class
 

@@ -73,7 +73,8 @@ def curve(
     """Return the values of a schedule over a run of ``steps``.
 
     A long run has values at evenly spaced steps, at both ends, and at ``corners``.
-    ``schedule`` takes a number of completed steps; ``corners`` are such numbers too.
+    ``schedule`` takes a number of completed steps. ``corners`` are numbers of completed
+    steps, too.
     """
     ends = (*range(ENDS), *range(steps - ENDS, steps), *corners)
     completed = set(range(0, steps, max(1, steps // POINTS)))

@@ -70,7 +70,7 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer:
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return TorchTitan's ``cross_entropy_loss``, and the cross-entropy of each token
-    [B · N] without a gradient.
+    [B · N], which has no gradient.
     """
     of_tokens = F.cross_entropy(
         logits.flatten(0, 1).float(),
@@ -161,7 +161,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
     ) -> StreamLoader:
         shared.max_skipped_steps = job_config.guard.max_skipped_steps
         shared.loader = build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        shared.ledger.sources = {}  # not those of an earlier trainer in this process
+        shared.ledger.sources = {}  # drops the sources of an earlier trainer
         if len(shared.loader.slot_counts) > 1:
             shared.ledger.sources = shared.loader.slot_counts
         return shared.loader

@@ -1,6 +1,6 @@
 """Parse and format the keys whose values are tables, and compare tables.
 
-A TOML file writes such a value as a table, and the command line as one word::
+Such a value is a table in a TOML file, and one word on the command line::
 
     [model.overrides]                      --model.overrides hidden_dim=16,n_layers=2
     hidden_dim = 16

@@ -201,7 +201,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _connect_parts(self, world_size: int) -> None:
-        """Connect the parts that TorchTitan has built with each other."""
+        """Connect TorchTitan's parts with each other, after they are built."""
         job = self.job_config
         self.loss_fn.defer = True
         if self.worker is not None:
@@ -264,7 +264,7 @@ class DispTrainer(Start, Trainer):
 
     def _skipped(self, late: bool) -> None:
         """Write the event ``skip`` for this step, or if ``late``, for the previous one."""
-        step = self.step - late  # the guard reads the message of a step in the next one
+        step = self.step - late  # the guard reads a step's message in the next step
         self.event(
             "skip",
             step,
@@ -275,10 +275,10 @@ class DispTrainer(Start, Trainer):
     # ---- before the first step
 
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
-        """Return an iterator over the batches of this rank, after recording what begins.
+        """Record what this start does, and return an iterator over this rank's batches.
 
-        TorchTitan calls this once, after it has loaded a checkpoint, so that the step
-        is known from here on. Raises, on all ranks, RefusedError if the checkpoint is
+        TorchTitan calls this once, after loading a checkpoint, so the step is known
+        from here on. Raises, on all ranks, RefusedError if the checkpoint is
         of another baseline.method, and ConfigError if the held-out text is too short.
         """
         self._check_parameter_groups()
@@ -318,7 +318,7 @@ class DispTrainer(Start, Trainer):
             if saved != expected:
                 raise RefusedError(
                     f"the checkpoint's schedule has {saved} groups of parameters, "
-                    f"expected {expected}: it was trained with another "
+                    f"expected {expected}: the checkpoint was trained with another "
                     "baseline.method. Set the former method, or start a new run in "
                     "another --job.dump_folder"
                 )
@@ -361,7 +361,7 @@ class DispTrainer(Start, Trainer):
         )
 
     def _warn_of_changes(self) -> None:
-        """Log which keys differ from those of the last start, on rank 0."""
+        """Log which keys have changed since the last start, on rank 0."""
         if self.run_folder is None:
             return
         changes = [
@@ -375,8 +375,8 @@ class DispTrainer(Start, Trainer):
             )
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and note for other ranks and for the stragglers when this
-        rank reads data, and when each batch has arrived.
+        """Yield the batches. Note, for other ranks and for ``stragglers``, when this
+        rank reads data and when each batch has arrived.
         """
         self.heartbeat.go_on("reading data", self.step)
         for batch in batches:
@@ -387,9 +387,9 @@ class DispTrainer(Start, Trainer):
             self.heartbeat.go_on("reading data", self.step)
 
     def _read_to_positions(self, progress: Progress) -> None:
-        """Report how far all ranks together have read to their data positions, if they
-        have read more since the last report. A rank that has finished waits here for
-        the others, because its first step would not wait that long.
+        """While the ranks read to their data positions, report how far they have read
+        in total, if this has changed since the last report. A rank that has finished
+        waits here for the others, because its first step would not wait that long.
 
         A collective call, which each rank repeats until its progress is finished.
         """
@@ -408,8 +408,8 @@ class DispTrainer(Start, Trainer):
     # ---- a step
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run TorchTitan's step, and act on what all ranks have agreed on: in this step
-        if it logs or ends, else in the previous step.
+        """Run TorchTitan's step, and act on what all ranks agreed on: in this step, if
+        this step logs or is the last one; otherwise, in the previous step.
 
         Raises on all ranks what ``_step_back`` raises, CheckpointError if an
         asynchronous save has failed, and DataError if too much of the data is damaged.
@@ -430,7 +430,7 @@ class DispTrainer(Start, Trainer):
             # TorchTitan does not know the group of CP×TP, so its time-out is set here.
             if (group := process_group(self.loss_fn.group)) is not None:
                 _set_pg_timeout(seconds, group)
-        # Here, the host waits for the device anyway: to save, or because it has logged.
+        # Here, the host waits for the device anyway, because this step saves or logs.
         if self._ends() or self.metrics_processor.should_log(self.step):
             self.optimizers.settle()
         if self._limit:
@@ -440,7 +440,7 @@ class DispTrainer(Start, Trainer):
             if not self.checkpointer.saves_again:
                 raise CheckpointError(
                     f"step {self.step}: an asynchronous save failed on another rank; "
-                    "its log says why"
+                    "that rank's log says why"
                 )
         if self._ends():
             self._stopping = True
@@ -507,7 +507,7 @@ class DispTrainer(Start, Trainer):
         return self.step >= self.last_step or self.optimizers.agreed["stop"]
 
     def should_continue_training(self) -> bool:
-        """Return whether TorchTitan runs another step, the same on all ranks."""
+        """Return whether TorchTitan runs another step. All ranks return the same."""
         return self.step < self.last_step and not self._stopping
 
     def _record_kernels(self) -> None:
@@ -661,8 +661,8 @@ class DispTrainer(Start, Trainer):
         if self.step < self.job_config.training.steps:
             # a stopped job has to end soon
             return trained and not self.optimizers.agreed["stop"]
-        # No later start will train, and the start that did may have been killed before
-        # it measured.
+        # No later start will train, and the last start that trained may have been
+        # killed before it measured.
         return trained or not on_rank_0(self._measured)
 
     def _end(self) -> None:

@@ -1,10 +1,10 @@
 """Autograd functions that compute a layer's value together with its gradient, and sum
 values over ranks.
 
-There are two ways. Either forward computes value and gradient and saves the gradient,
-and backward only scales the gradient. Or a hook computes value and gradient in the
-backward pass (``add_in_backward``); the last pass over the gradient then also adds the
-gradient from the rest of the model.
+There are two ways. In the first, forward computes value and gradient and saves the
+gradient, and backward only scales the gradient. In the second, a hook computes value
+and gradient in the backward pass (``add_in_backward``); the last pass over the gradient
+then also adds the gradient from the rest of the model.
 
 If a sequence is sharded, each rank saves the complete gradient of its own tokens. The
 derivative of a sum over ranks is then the identity, so backward needs no communication.
@@ -35,7 +35,7 @@ NO_SECOND_DERIVATIVE = (
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Return ``group`` as a process group; None if it is None or has a single rank.
+    """Return ``group`` as a process group; None without a group or with one rank.
 
     Raises:
         ValueError: ``group`` is a mesh with several dimensions.
@@ -63,12 +63,12 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def of_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return x [B, …] of each rank of the group, [ranks, B, …]. None: all ranks."""
+    """Return each rank's x [B, …], as [ranks, B, …]. Without a group: all ranks."""
     return Gathering(x, group).of_ranks()
 
 
 def objects_of_ranks(x: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the object x of each rank of the group. None: all ranks."""
+    """Return each rank's object x. Without a group: all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, x, group=group)
     return gathered
@@ -141,7 +141,7 @@ class LayerValue(torch.autograd.Function):
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which forward saves ∂S/∂z: z's dtype, except float32 if z is
+    """Return the dtype in which forward saves ∂S/∂z: z's dtype, or float32 if z is
     float16, because ∂S/∂z grows with N and could overflow.
     """
     return torch.float32 if dtype == torch.float16 else dtype
@@ -202,7 +202,7 @@ def add_in_backward(
 
 
 class _Pass:
-    """The backward pass that has last reached a value."""
+    """The latest backward pass that has reached a value."""
 
     number = -1  # autograd's id of the pass
     factor: Tensor  # the gradient of the value
@@ -210,7 +210,8 @@ class _Pass:
 
 
 class _InPass(torch.autograd.Function):
-    """Return ``value``. Backward only stores the number and the gradient of its pass.
+    """Return ``value``. Backward only stores the gradient of ``value`` and autograd's
+    id of the backward pass.
 
     The tokens are inputs, so backward runs before any gradient of the tokens is
     complete. The hooks on the tokens then add the gradient of ``value``.

@@ -34,8 +34,8 @@ def cost_of(
         segmented: whether only pairs within documents count. The cost still includes
             all pairs, although tiles without such a pair are skipped.
 
-    The operations of autograd code are unknown. Its cost is taken as that of a function
-    of pairs.
+    The operations of an ``AutogradVariant`` are unknown. Its cost is taken as that of a
+    function of pairs.
     """
     variant = loss._variant
     is_sampled = loss.estimator == "sampled" and loss.max_tokens < tokens
@@ -44,7 +44,7 @@ def cost_of(
         positions = loss.max_tokens
     by_moments = variant.linear_in_tokens
     if variant.of_pairs and (segmented or features >= positions):
-        by_moments = False  # M mixes segments, or costs more than all pairs
+        by_moments = False  # M would mix segments, or cost more than all pairs
     if loss.estimator == "moments":
         by_moments = True
     # Here, every rank computes the whole loss.
@@ -58,7 +58,7 @@ def cost_of(
         # serves for its transpose, which saves half of the cosines.
         flops = 3.0 * positions**2 * features
     else:
-        # Only among its own tokens can a rank save cosines. This saving is ignored.
+        # A rank can save cosines only among its own tokens. This saving is ignored.
         flops = 4.0 * positions**2 * features
     if repeated:
         flops *= shards

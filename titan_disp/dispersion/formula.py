@@ -81,7 +81,7 @@ class AngularFormula:
 
     @property
     def text(self) -> str:
-        """Six lines; the last column has the values of the options."""
+        """The formula in six lines. The last column has the values of the options."""
         return TEXT.format(**vars(self))
 
     @property
@@ -100,7 +100,7 @@ class AngularFormula:
 
     @property
     def note(self) -> str:
-        """One line for a reader of the loss curve: its special values."""
+        """One line about special values of the loss, for a reader of the loss curve."""
         lines = NOTE.format(
             orthogonal=self.value_if_orthogonal,
             ceiling=self.ceiling,

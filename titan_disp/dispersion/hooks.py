@@ -106,7 +106,7 @@ def _pass_on(
     if z is None:
         raise ValueError(
             f"block {key} returns {_summary(output)}, expected a tensor [B, N, F], a "
-            "tuple that begins with it, or a dict with no other: attach to other "
+            "tuple that begins with one, or a dict with only one: attach to other "
             "modules, with layers=…"
         )
     take(key, z)
@@ -159,8 +159,8 @@ class attach(AbstractContextManager["attach"]):
         model: of any library. DDP, ``fully_shard`` or torch.compile may wrap the model
             before or after attach. The first dimension of the model's inputs is B; token
             ids are [B, N]. Blocks that return [N, B, F] are an error. If B = N, or if
-            the inputs are [N, B] as well, only the ``batch_first`` of torch's modules
-            shows this error.
+            the inputs are [N, B] as well, this error is found only in torch's modules,
+            by their ``batch_first``.
         layers: names of modules in ``model.named_modules()``. Each returns [B, N, F], a
             tuple whose first tensor is [B, N, F], or a dict with one such tensor. The
             name of a list stands for all its modules. A block that runs several times
@@ -178,9 +178,9 @@ class attach(AbstractContextManager["attach"]):
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
             ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
             the model's inputs, or without such an input, all positions are tokens.
-        losses: by the name of a block, the mean over sequences of the last loss,
-            without λ, a scalar on the device. A block that runs several times has the
-            loss of its last run.
+        losses: a dict from the name of a block to the block's last loss without λ, a
+            scalar on the device: the mean over sequences. A block that runs several
+            times has the loss of its last run.
 
     Raises:
         TypeError: ``model`` is no module, or an option is unknown.

@@ -47,8 +47,9 @@ def record(kernel: str, how: str) -> None:
 
 
 def part_size(count: int, most: int, multiple: int = 1) -> int:
-    """Return the size of a part if ``count`` is divided into as few parts as possible,
-    about equal and of at most ``most``. The size is rounded up to a multiple.
+    """Return the size of the parts into which ``count`` is divided: as few as possible,
+    about equal, at most ``most`` each. The size is rounded up to a multiple of
+    ``multiple``.
     """
     parts = math.ceil(count / most)
     return math.ceil(count / parts / multiple) * multiple

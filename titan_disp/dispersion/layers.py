@@ -63,8 +63,8 @@ Compute = Callable[[Tensor, TokenMask | None], Result]
 # few and large kernels.
 BATCH_ELEMENTS = 1 << 23
 GPU_BATCH_ELEMENTS = 1 << 25
-# The largest number of elements of small layers that are computed as one batch. On a
-# CPU, they fit into its caches. On a GPU, copying larger layers into one batch would
+# Small layers are computed as one batch of at most this many elements. On a CPU, such
+# a batch fits into the caches. On a GPU, copying larger layers into one batch would
 # take longer than launching their kernels one by one.
 PACK_ELEMENTS = 1 << 20
 GPU_PACK_ELEMENTS = 1 << 21
@@ -75,7 +75,8 @@ class Layers(ABC):
 
     step: int = 0  # the training step
     first: int = 0  # the index of the first layer
-    # the gradient of the only layer from the rest of the model (``compute_in_backward``)
+    # the gradient that the only layer gets from the rest of the model, in a list
+    # (``compute_in_backward``)
     arriving: list[Tensor] | None = None
     in_hooks: bool = False  # whether sampled layers add their gradients in hooks
 
@@ -218,9 +219,9 @@ class WholeLayers(Layers):
         """Return an all-gather of z, and start the all-gather of the next layers, which
         then runs during the work for z.
 
-        A ``Compute`` must call this once for each pack, in order, or never, because a
-        call ignores z and returns the all-gather that the previous call started, if
-        any.
+        A ``Compute`` must call this exactly once for each batch of layers, in order, or
+        never: if the previous call has started an all-gather, a call returns this
+        all-gather and ignores z.
         """
         if self.group is None:
             return None
@@ -301,8 +302,8 @@ def in_parts(z: Tensor, mask: TokenMask | None, compute: Compute) -> Result:
 
 # Takes the index of a layer, the tokens [b, n, F] of some sequences, the slice of these
 # sequences in the batch, and a list with one entry: the tokens' gradient from the rest
-# of the model. Returns the loss, a scalar. Its backward may remove the entry of the
-# list, and then returns the sum of both gradients.
+# of the model. Returns the loss, a scalar. The loss's backward may remove this gradient
+# from the list; it then returns the sum of this gradient and the loss's own gradient.
 LossOfPart = Callable[[int, Tensor, slice, list[Tensor]], Tensor]
 
 
@@ -313,9 +314,10 @@ def compute_in_backward(
     gradient of the scalar, to the gradient of each of ``zs`` [B, n, F]. After the last
     layer, it calls ``finish``.
 
-    The loss is computed when a gradient of z arrives from the rest of the model, where z
-    must have another use. Until then, only z is stored. The next layer of the model
-    usually stores z as well, except when several layers are checkpointed together.
+    The loss is computed when a gradient of z arrives from the rest of the model. The
+    rest of the model must therefore use z, too. Until then, only z is stored. The next
+    layer of the model usually stores z as well, except when several layers are
+    checkpointed together.
 
     Raises:
         RuntimeError: in backward, for the reasons of ``add_in_backward`` or because z was
@@ -331,7 +333,7 @@ def compute_in_backward(
         if z._version != versions[layer]:
             raise RuntimeError(
                 f"activation {layer} has been modified by an in-place operation after "
-                "the loss was called, which needs it in the backward pass"
+                "the loss was called: the loss needs it unchanged in the backward pass"
             )
         if not graph_is_retained():
             kept[layer] = None
@@ -346,7 +348,7 @@ def compute_in_backward(
             z = z.detach().requires_grad_()
             value = loss(layer, z, part, arriving)
             (of_loss,) = torch.autograd.grad(value, z, factor)
-        if arriving:  # backward of the loss has not added it
+        if arriving:  # the loss's backward has not added ``grad``
             return of_loss + grad
         return of_loss
 
@@ -389,8 +391,9 @@ class SampledLayers(Layers):
     ) -> None:
         # The group is None, because every rank has the whole sample.
         super().__init__(zs, length=count, mask=mask, group=None, in_bf16=in_bf16)
-        self.mask = None  # the same for all layers, which fill equally many slots
-        self.mask_of_all: TokenMask | None = None  # of the sequences of all layers
+        # One mask serves for all layers, because each fills the same number of slots.
+        self.mask = None
+        self.mask_of_all: TokenMask | None = None  # for all layers' sequences in a row
         batch, n, _ = zs[0].shape
         device = zs[0].device
         if mask is None:
@@ -411,7 +414,7 @@ class SampledLayers(Layers):
         if group is not None:
             self.is_held = is_held[..., None]
             self.z = self.z.where(self.is_held, 0.0)
-            # This adds only zeros to each token, which is exact in any dtype.
+            # The sum adds only zeros to each token, so it is exact in any dtype.
             dist.all_reduce(self.z, group=group)
 
     def _draw_tokens(self, mask: TokenMask, orders: Tensor) -> Tensor:
@@ -460,8 +463,8 @@ class SampledLayers(Layers):
     def _computed(
         self, z: Tensor, mask: TokenMask | None, compute: Compute
     ) -> tuple[Tensor, Tensor]:
-        """Return values [b] and gradients [b, m, F] of sampled tokens z [b, m, F], which
-        are the sequences of one layer, or of all layers in a row.
+        """Return values [b] and gradients [b, m, F] of sampled tokens z [b, m, F]. z
+        has the sequences of one layer, or of all layers one after another.
 
         The gradients are in the accumulation dtype, but rounded to ``saved_dtype`` if
         ``in_parts`` has several parts.

@@ -60,8 +60,7 @@ class DispersionLoss:
             with itself, as in the authors' code.
         max_tokens: positions per sequence of the sampled estimator.
         seed: the seed of these positions. The other estimators draw nothing.
-        options: by name, the options of the variant that are not attributes of this
-            class.
+        options: a dict of the variant's options that are not attributes of this class.
 
     Raises:
         ValueError: an option is unknown, out of range or unused, or the variant does
@@ -188,31 +187,30 @@ class DispersionLoss:
 
         Args:
             zs: one [B, N, F] tensor per layer, or this rank's [B, N/p, F] shards if
-                ``group`` is given. The shards of all ranks must always have equal
-                shapes, which are compared when they are new to a rank. Layers may
-                differ in dtype and, except with the sampled estimator, in F. The exact
-                loss does not depend on the order of the tokens, nor on which rank has
-                which tokens.
+                ``group`` is given. The shards must have equal shapes on all ranks in
+                every call. The ranks compare shapes only in the first call with these
+                shapes. Layers may differ in dtype and, except with the sampled
+                estimator, in F. The exact loss does not depend on the order of the
+                tokens, nor on which rank has which tokens.
             group: process group or 1-D mesh over which the sequence is sharded.
             step: training step, which determines the positions of the sampled
                 estimator. The same step gives the same positions.
             fit_errors: list to which the moments estimator appends one error [B] per
-                layer: the relative error of the fitted slopes on pairs that are left out
-                of their own fit, weighted by the pairs' contribution to the gradient.
-                Without the list, the host waits for the errors and warns if one is
-                above 10 %.
+                layer: the relative leave-one-out error of the fitted slopes, in which
+                pairs are weighted by their contribution to the gradient. Without the
+                list, the host waits for the errors and warns if one is above 10 %.
             valid: bool [B, N], or this rank's [B, N/p]: True at tokens, False at
                 padding, where z may be anything. The loss ignores padding. The loss of
                 a sequence with fewer than two tokens is 0.
             segments: int [B, N], or this rank's [B, N/p], instead of ``valid``: the
                 index of each token's document in its sequence, or −1 at padding. The
                 loss then takes only the pairs *within* documents, and is 0 if there are
-                none. This is possible with losses of cosines and l2_repel, exact and
-                sampled. The host waits for these indices.
+                none. Losses of cosines and l2_repel support this with the exact and the
+                sampled estimator. The host waits for these indices.
             first: the index of the first layer of ``zs`` among all layers of the loss.
-            arriving: for ``compute_in_backward``: a list with one entry, the gradient of
-                the only layer from the rest of the model. Backward may remove the entry,
-                and then returns the sum of both gradients.
+            arriving: for ``compute_in_backward``: a list with one entry, the gradient
+                that the only layer gets from the rest of the model. Backward may remove
+                this gradient, and then returns the sum of it and the loss's gradient.
             in_hooks: whether the sampled estimator may add its gradient by hooks on
                 ``zs``. Each of ``zs`` must then also get a gradient from the rest of
                 the model.
@@ -249,7 +247,7 @@ class DispersionLoss:
         if pg is not None:
             _check_shards(tuple(tuple(z.shape) for z in zs), pg)
         mask = self._mask(valid, segments, zs[0], pg)
-        if not len(zs[0]):  # maxima over no sequence are not defined
+        if not len(zs[0]):  # without a sequence, no maximum is defined
             return torch.stack(
                 [z.sum((1, 2), dtype=accumulation_dtype(z.dtype)) for z in zs]
             )
@@ -455,7 +453,7 @@ def dispersion_losses(
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: as ``DispersionLoss`` and its ``__call__``.
+        ValueError: for the reasons of ``DispersionLoss`` and its ``__call__``.
     """
     for name in options:
         if "mask" in name:
@@ -476,7 +474,7 @@ def dispersion_loss(
     segments: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the loss of one layer per sequence, [B].
+    """Return the loss of one layer, [B]: one value per sequence.
 
     The layer is z [B, N, F], or this rank's [B, N/p, F]. The arguments and errors are
     those of ``dispersion_losses([z], …)``.

@@ -153,7 +153,7 @@ def _ranges(segments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         2, (-1, BLOCK)
     )
     low = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int64).max).amin(-1)
-    return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # one copy
+    return tuple(torch.stack([low, blocks.amax(-1)], dim=-1).cpu())  # a single copy
 
 
 def marked_shards(

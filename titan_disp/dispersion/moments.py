@@ -97,7 +97,7 @@ def quadratic_sum_(
     counts: Count,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of S, and W [B, n, F] of its tokens in the memory of u.
+    """Return this rank's part of S, and W [B, n, F] of its tokens. W overwrites u.
 
     The part, Σ_i Σ_{j≠i} w(c_ij) [B], has this rank's tokens i and all tokens j. W is
     scale · ∂S/∂u, where S is the sum over all i (``vectors``).
@@ -177,10 +177,10 @@ def block_size(counts: Count, length: int) -> Count:
 def offset_in_block(block: Tensor, size: Count) -> Tensor:
     """Return the offset of the sampled token in each block of ``size`` tokens.
 
-    The offset is the fractional part of (block · golden ratio), times the size. Offsets
-    spread evenly, but tokens at a regular distance could all be alike, as in a table.
-    The offset in the first block is 0, so that the first token is sampled. In a
-    language model, it is often unlike all others.
+    The offset is the fractional part of (block · golden ratio), times the size. These
+    offsets spread evenly. With equal offsets, the sampled tokens could all be alike, as
+    in a table. The offset in the first block is 0, so that the first token is sampled:
+    in a language model, the first token is often unlike all others.
     """
     return ((block * GOLDEN) % 2**32) * size >> 32
 
@@ -244,15 +244,15 @@ def fit(
 
     A quadratic is fitted to w and r of the token's cosines with the sampled tokens,
     whose unit vectors are ``vectors`` [B, m, F]. The sums are over all these pairs. e is
-    the error of the slope for a pair that is left out of the fit. Each pair is weighted
-    by the length of its contribution to the gradient.
+    the leave-one-out error of the slope for a pair. Each pair is weighted by the length
+    of its contribution to the gradient.
     """
     u = tokens.u
     x = u.to(operand_dtype(tokens.z))
     y = vectors.to(x.dtype)
     local_index = torch.arange(u.shape[1], device=u.device)[None, :, None]
     if tokens.mask is None:
-        valid = local_index >= 0  # all
+        valid = local_index >= 0  # True for all
     else:
         valid = tokens.mask.own
     rows = _Rows(
@@ -288,8 +288,8 @@ def _fit(
     is_other = columns.local_index != rows.local_index
     pairs = is_other & rows.valid & columns.filled
     square = c.square()
-    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. Multiplied by r_ij, this is the
-    # length of token j's contribution to the gradient of token i.
+    # The fit weights pairs by ‖u_i‖ ‖u_j‖ sin θ_ij. This weight times r_ij is the length
+    # of token j's contribution to the gradient of token i.
     weight = (
         (rows.squares * columns.squares - square)
         .clamp_min_(0.0)
@@ -306,8 +306,8 @@ def _fit(
     variance = mean(centred.square(), share) + RIDGE
     curvature = mean(r, centred * share) / variance
     slope = mean(r - curvature * c, share)
-    # The leave-one-out error: the error for a pair of the fit without this pair. With
-    # the pair in the fit, a pair that alone determines the fit would have no error.
+    # The leave-one-out error of a pair: its error in a fit to all other pairs. In a fit
+    # to all pairs, a pair that alone determines the fit would have no error.
     leverage = share * (1 + centred.square() / variance)
     error = (r - slope - curvature * c) / (1 - leverage).clamp_min(FLOOR)
     equal = pairs.to(c.dtype) / pairs.sum(-1, keepdim=True).clamp_min(1)

@@ -63,8 +63,9 @@ def tile_size(tokens: int, batch: int, device: str = "cpu") -> int:
     least 16 tokens. If all tokens fit, they are one block. Otherwise, a block on a CPU
     has the largest size. On a GPU, a kernel is compiled for each shape of tile, so
     blocks should be equal. The size is therefore the largest multiple of 128 that
-    divides ``tokens``, or else of 16, if it is more than half of the largest size. If
-    there is no such size, the last block may be much smaller than the others.
+    divides ``tokens`` and is more than half of the largest size. If there is none, 16
+    takes the place of 128. Without such a size, the last block may be much smaller than
+    the others.
     """
     side = math.isqrt(max(1, TILE_ELEMENTS // max(1, batch)))
     largest = max(16, min(CPU_TILE if device == "cpu" else GPU_TILE, side // 16 * 16))
@@ -178,7 +179,7 @@ class Shard:
     def wide(self) -> bool:
         """Whether one matrix product adds several adjacent tiles to W.
 
-        On a CPU, each tile is added by itself, while it is in the core's cache.
+        On a CPU, each tile is added separately, while it is in the core's cache.
         """
         return self.x.device.type != "cpu"
 

@@ -62,8 +62,8 @@ TILE_SHAPES = {
 }
 # The largest number of elements of q: 128 MiB in bf16
 Q_ELEMENTS = 1 << 26
-# The largest relative error of S and q on an example with which the kernel is used. q is
-# rounded to bf16, with an error of 2⁻⁹, or 2⁻⁸ in the interpreter.
+# The kernel is used if its relative error of S and q on an example is at most this. q
+# is rounded to bf16, with an error of 2⁻⁹, or 2⁻⁸ in the interpreter.
 LARGEST_ERROR = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
 
 
@@ -87,8 +87,8 @@ _tile_functions: WeakKeyDictionary[PairFunction, TileFunction] = WeakKeyDictiona
 def in_triton(name: str, *options: float) -> Callable[[PairFunction], PairFunction]:
     """Return a decorator that declares the Triton form of a pair function.
 
-    The Triton function ``name`` (as in ``TileFunction``) is called with (c, *options),
-    and must return the same as the decorated function with c.
+    The Triton function ``name`` (as in ``TileFunction``) is called with (c, *options).
+    It must return what the decorated function returns for c.
     """
 
     def declare(pair: PairFunction) -> PairFunction:
@@ -192,7 +192,7 @@ def _error_of_example(
         if marks is None:
             no_pair = torch.eye(count, device=device, dtype=torch.bool)
         else:
-            # The tokens of the other sequence, so that no token meets itself
+            # Columns are tokens of the other sequence, so no token meets itself.
             cols = Tokens(x.flip(0), scale.flip(0), marks)
             no_pair = apart(marks, marks.mT)
         w, r = pair((scale * x.double()) @ (cols.scale * cols.x.double()).mT)
@@ -212,10 +212,11 @@ def span_sums(
     Tokens of a sequence that are not adjacent in memory are copied.
 
     Args:
-        mirrored: whether the first columns are the rows, and form a square with them. In
-            the square, only the tiles on and above the diagonal are computed, and are
-            mirrored in q; a token and itself are not a pair. Σ w has both (i, j) and
-            (j, i) of every pair, so pairs with columns beyond the square count twice.
+        mirrored: whether the first columns are the same tokens as the rows. Rows and
+            these columns form a square, in which only the tiles on and above the
+            diagonal are computed, and are mirrored in q; a token and itself are not a
+            pair. Σ w has both (i, j) and (j, i) of every pair, so pairs with columns
+            beyond the square count twice.
     """
     # This imports Triton.
     from titan_disp.dispersion.triton_kernels import span_kernel

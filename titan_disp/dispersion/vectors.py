@@ -119,8 +119,8 @@ def _through_norm(w: Tensor, z: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
     """
     z = z.to(w.dtype)
     tiny = torch.finfo(norm.dtype).tiny
-    # Divide before multiplying, because s / ‖z‖ of short tokens is infinite. Adding 0 ·
-    # norm gives NaN for an infinite norm, which s = 0 would hide.
+    # Divide before multiplying, because s / ‖z‖ would be infinite for a tiny ‖z‖. For
+    # an infinite norm, adding 0 · norm gives NaN; otherwise, s = 0 would hide the norm.
     radial = (z * w).sum(-1, keepdim=True) / norm.clamp_min(tiny) * scale + 0 * norm
     return torch.addcmul(w, z, radial, value=-1)
 

@@ -53,8 +53,8 @@ class DispModelArgs(BaseModelArgs):
     vocab_size: int
     max_seq_len: int  # training.seq_len
     enable_weight_tying: bool  # whether embedding and output layer share their weight
-    # The indices of the activations that a forward in training returns. If empty, it
-    # returns only logits.
+    # The indices of the activations that a forward in training returns. Without an
+    # index, forward returns only logits.
     activations: tuple[int, ...]
     # The last two fields do not change the weights, so they are not part of the
     # architecture. "flex" attention takes masks of documents; the name is TorchTitan's.
@@ -76,9 +76,9 @@ class DispModelArgs(BaseModelArgs):
         """Return the numbers of elements that a block holds on one rank for backward,
         per token of a CP rank's part of the sequence.
 
-        The keys "none", "op" and "full" are modes of activation checkpointing, with the
-        elements that forward saves. "gradients" has the gradients of activations at the
-        peak of a block's backward pass.
+        The keys "none", "op" and "full" are modes of activation checkpointing; their
+        numbers count what forward saves. The number of "gradients" counts the gradients
+        of activations at the peak of a block's backward pass.
 
         TP shards the sequence between blocks. Inside a block, TP gathers the inputs of
         attention and feed-forward network, and shards the computation of these two over
@@ -107,8 +107,8 @@ class DispModelArgs(BaseModelArgs):
         per token, forward and backward.
 
         TorchTitan 0.2.2 subtracts a tied embedding from both numbers, although the
-        output layer multiplies by its weight. The FLOPs of dispersion are not counted,
-        because MFU compares the FLOPs of the model.
+        output layer multiplies by this embedding. The FLOPs of dispersion are not
+        counted, because MFU compares the FLOPs of the model.
         """
         # ``parameters()`` yields a shared parameter once.
         total = sum(p.numel() for p in model.parameters())
@@ -180,8 +180,8 @@ def activation_indices(
     if blocks[-1] != n_layers - 1:
         raise ConfigError(
             f"dispersion.final_norm is true, but dispersion.layers {layers!r} leaves "
-            f"the last block ({n_layers - 1}) out, which the final norm follows: add "
-            "that block, or set dispersion.final_norm = false"
+            f"the last block ({n_layers - 1}) out, whose output the final norm takes: "
+            "add that block, or set dispersion.final_norm = false"
         )
     return (*(i + 1 for i in blocks[:-1]), n_layers + 1)
 
@@ -240,13 +240,13 @@ def _check_heads(args: DispModelArgs) -> None:
     if args.n_heads % args.n_kv_heads:
         raise ConfigError(
             f"{OVERRIDES}: n_heads {args.n_heads} is not a multiple of n_kv_heads "
-            f"{args.n_kv_heads}: set both so that it is"
+            f"{args.n_kv_heads}: change one of them"
         )
     if not hasattr(args, "rope_theta"):  # head_dim is dim ÷ n_heads
         if args.dim % args.n_heads:
             raise ConfigError(
                 f"{OVERRIDES}: dim {args.dim} is not a multiple of n_heads "
-                f"{args.n_heads}: set both so that it is"
+                f"{args.n_heads}: change one of them"
             )
     elif args.head_dim % 2:
         raise ConfigError(

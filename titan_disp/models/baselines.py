@@ -67,15 +67,15 @@ def check_baseline(job_config: JobConfig) -> None:
     if section.with_dispersion and not (method != "none" and dispersion):
         raise ConfigError(
             f"baseline.with_dispersion is true, but baseline.method is {method!r} and "
-            f"dispersion.enabled is {str(dispersion).lower()}: leave it out, or "
-            "switch both on"
+            f"dispersion.enabled is {str(dispersion).lower()}: leave with_dispersion "
+            "out, or switch method and dispersion on"
         )
     steps = job_config.training.steps
     # A preflight takes a single step, so this limit does not apply.
     if method == "active_forgetting" and 1 < steps <= section.forget_every:
         raise ConfigError(
             f"baseline.forget_every is {section.forget_every}, expected fewer than "
-            f"the {steps} of the run: nothing is forgotten after the last step"
+            f"the {steps} steps of the run: nothing is forgotten after the last step"
         )
 
 

@@ -56,7 +56,7 @@ class DispModel(ModelProtocol):
 
     @property
     def embeddings(self) -> list[nn.Module]:
-        """All embedding tables. The first is that of the tokens."""
+        """All embedding tables. The first has the token embeddings."""
         return [self.tok_embeddings]
 
     def embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -106,8 +106,8 @@ class DispModel(ModelProtocol):
             attention_masks: the result of ``get_attention_masks``.
             positions: the position of each token in its sequence. None: 0 to N − 1.
             return_activations: indices of the requested activations. 0 is the output of
-                the embedding, i + 1 that of block i (before the final norm), n_layers +
-                1 that of the final norm. None: in training, the ``activations`` of the
+                the embedding, i + 1 the output of block i (before the final norm), and
+                n_layers + 1 the output of the final norm. None: in training, the ``activations`` of the
                 model's arguments; in eval, no activations.
             segments: the index of each token's document, int [B, N]
                 (``data.stream.Slot.fill``). With ``restart_positions``, they determine
@@ -136,8 +136,8 @@ class DispModel(ModelProtocol):
         activations = []
         h = self.embed(tokens, positions)
         if isinstance(h, AsyncCollectiveTensor):
-            # TP's reduce-scatter is still running. A compiled block would drop the
-            # gradient of such an input (torch 2.13).
+            # TP's reduce-scatter is still running; clone waits for it. A compiled block
+            # would drop the gradient of a running input (torch 2.13).
             h = h.clone()
         if 0 in wanted:
             activations.append(h)

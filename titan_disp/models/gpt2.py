@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)  # not for the console: see run.console
 
 @dataclass
 class GPT2DispModelArgs(DispModelArgs):
-    """The arguments of GPT-2. The defaults are those of 124M."""
+    """The arguments of GPT-2. The defaults are those of the flavor 124M."""
 
     dim: int = 768
     n_layers: int = 12
@@ -95,12 +95,12 @@ class GPT2DispModelArgs(DispModelArgs):
         h = self.hidden_dim
         reduced = 2 * d / tp if tp > 1 else 0
         return {
-            # Both residuals; both normalized inputs; q, k, v and the attention's
+            # Saved: both residuals; both normalized inputs; q, k, v and the attention's
             # output; w1's output and its GELU
             "none": 2 * d / tp + 2 * d + (4 * d + 2 * h) / tp,
-            # The block's input, and the outputs of attention and of all products
+            # Saved: the block's input, and the outputs of attention and of all products
             # (SAVED_OPS). Under TP, the outputs of wo and w2 are partial sums over the
-            # whole sequence; both reduce-scattered results are saved too.
+            # whole sequence; the reduce-scattered outputs of wo and w2 are saved too.
             "op": d / tp + (4 * d + h) / tp + 2 * d + reduced,
             "full": d / tp,
             # Gradients of the feed-forward's output, of its GELU, and of w1's output
@@ -115,9 +115,9 @@ _nano = GPT2DispModelArgs(
 )
 
 # In ascending order. Table 2 of the GPT-2 paper (Radford et al., 2019) calls them 117M
-# to 1542M; these names are the numbers of all parameters. The numbers of heads are from
-# config.json of openai-community/gpt2, -medium, -large and -xl; tests/test_models.py
-# compares them.
+# to 1542M; the names here are the numbers of all parameters. The numbers of heads are
+# from config.json of openai-community/gpt2, -medium, -large and -xl;
+# tests/test_models.py compares them.
 flavors = Flavors(
     {
         "nano": _nano,
@@ -356,7 +356,7 @@ class GPT2HfAdapter(HfAdapter):
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return Hugging Face's weights.
 
-        Sharded linear layers are gathered by collective calls, and are on the CPU.
+        Sharded linear layers are gathered by collective calls, and returned on the CPU.
         """
         weights: dict[str, Any] = {}
         for theirs, ours in self._names():
@@ -406,7 +406,7 @@ class GPT2HfAdapter(HfAdapter):
         if not isinstance(value, DTensor):
             return value
         self._layouts[name] = value.device_mesh, value.placements
-        return value.full_tensor().cpu()  # all weights at once may not fit on a GPU
+        return value.full_tensor().cpu()  # a GPU may be too small for all weights
 
     def _sharded(self, name: str, value: Tensor) -> Tensor:
         """Return the weight, sharded as it was before ``_gathered``."""

@@ -91,8 +91,8 @@ def chunked(
 def chunked_cross_entropy(
     hidden: HiddenStates, labels: Tensor, chunk: int, of_chunk: OfChunk
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy summed over the valid tokens, and the cross-entropy of each
-    token [B · N], without a gradient.
+    """Return the cross-entropy summed over the valid tokens, and the cross-entropy of
+    each token [B · N]. Only the sum has a gradient.
 
     Both results are float32, and the same on all ranks of TP.
 
@@ -155,7 +155,7 @@ def loss_and_gradient(
     total, target = sums
     loss = torch.where(counts, total.log() - target, 0)
     gradient = p.mul_((counts / total)[:, None]).to(dtype)
-    # In float32, as bfloat16 has no number between a probability of 0.998 and 1.
+    # In float32, because bfloat16 would round a probability above 0.998 to 1.
     of_label = target.exp() / total - 1
     gradient[at] = torch.where(has_row, of_label, gradient[at]).to(dtype)
     return loss, gradient
@@ -165,7 +165,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Return the summed loss and the losses of the tokens [T], given h [T, F] and weight
     [V, F] of the same dtype.
 
-    Forward computes both gradients. Backward scales them, and can run only once.
+    Forward computes the gradients of h and weight. Backward scales these gradients, and
+    can run only once.
     """
 
     @staticmethod

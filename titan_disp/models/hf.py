@@ -36,7 +36,8 @@ class HfAdapter(StateDictAdapter):
     # The defaults of transformers for keys of ``architecture`` that a config.json may
     # omit
     defaults: dict[str, Any]
-    # The model's argument, a key of model.overrides, by the key of config.json
+    # From a key of config.json to the model's argument, which is a key of
+    # model.overrides
     arguments: dict[str, str]
     model_type: str
     fqn_to_index_mapping: dict[Any, int] | None
@@ -122,10 +123,10 @@ def check_hf_folder(folder: str | Path, adapter: HfAdapter) -> None:
         if adapter.model_args.enable_weight_tying:
             raise ConfigError(
                 f"{where}: config.json ties the output layer to the embedding, but "
-                f"{OUTPUT_LAYER} differs from {adapter.embedding}. To train both, add "
-                f"enable_weight_tying=false to {OVERRIDES}"
+                f"{OUTPUT_LAYER} differs from {adapter.embedding}. To train both "
+                f"matrices, add enable_weight_tying=false to {OVERRIDES}"
             )
-        config["tie_word_embeddings"] = False  # transformers 5 decides so, too
+        config["tie_word_embeddings"] = False  # as in transformers 5
     differing = {
         key: expected
         for key, expected in adapter.architecture().items()
@@ -186,7 +187,7 @@ def check_weights(stored: dict[str, Any], adapter: HfAdapter, where: str) -> Non
     if missing := sorted(wanted.keys() - stored.keys()):
         raise ConfigError(
             f"{where} lacks {len(missing)} of the {len(wanted)} weights, "
-            f"{missing[0]!r} first: is the download complete?"
+            f"such as {missing[0]!r}: is the download complete?"
         )
     for name, shape in wanted.items():
         actual = tuple(stored[name].get_shape())

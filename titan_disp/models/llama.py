@@ -20,8 +20,8 @@ from titan_disp.models.qwen3 import (
 
 @dataclass
 class LlamaDispModelArgs(Qwen3DispModelArgs):
-    """The arguments of a Llama. The defaults are those of SmolLM2, except for the
-    rope_theta of its size 1.7B.
+    """The arguments of a Llama. The defaults are those of SmolLM2, of which only the
+    size 1.7B has another rope_theta.
 
     Weights are initialized as in Qwen3 and in TorchTitan's Llama 3.
     """
@@ -34,7 +34,7 @@ class LlamaDispModelArgs(Qwen3DispModelArgs):
     enable_weight_tying: bool = True
     qk_norm: bool = False
     # Llama 3.1 divides the low frequencies of its rotary embeddings by this factor, for
-    # longer sequences than it was first trained on. With 1, they stay unchanged.
+    # longer sequences than in its first training. A factor of 1 changes no frequency.
     rope_factor: float = 1.0
 
 

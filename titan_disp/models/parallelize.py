@@ -44,8 +44,8 @@ def parallelize_model(
     apply_tp: ApplyTP,
     saved_ops: Collection[torch._ops.OpOverload],
 ) -> nn.Module:
-    """Return the model, which is on the meta device, parallelized in place as the config
-    says.
+    """Parallelize a model on the meta device in place, as the config says, and return
+    the model.
 
     ``checks.check_config``, which refuses combinations that do not work, must have
     accepted the config.
@@ -101,7 +101,7 @@ class LocalHeads(nn.Module):
 
     def forward(self, q: Tensor, k: Any, v: Any, **kwargs: Any) -> Tensor:
         if not isinstance(q, DTensor):
-            return self.attention(q, k, v, **kwargs)  # all three are local already
+            return self.attention(q, k, v, **kwargs)  # q, k and v are already local
         out = self.attention(q.to_local(), k.to_local(), v.to_local(), **kwargs)
         return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
@@ -136,7 +136,7 @@ def _apply_fsdp(
         fully_shard(block, reshard_after_forward=policy != "never", **config)
     head = [model.norm, model.output]
     if model.model_args.enable_weight_tying:
-        head = [*model.embeddings, *head]  # the shared parameter has one owner
+        head = [*model.embeddings, *head]  # one FSDP group for the shared parameter
     else:
         fully_shard(model.embeddings, reshard_after_forward=policy != "never", **config)
     # Backward begins with this group. If the group were resharded after forward, it

@@ -59,13 +59,14 @@ class Qwen3DispModelArgs(DispModelArgs, Qwen3ModelArgs):
         copies = 3 if self.qk_norm else 2
         reduced = 2 * d / tp if tp > 1 else 0
         return {
-            # Both residuals; both normalized inputs; q and k before their norm, if they
-            # have one; q, k, v and the attention's output; w1's output, its SiLU, w3's
-            # output and the product of the last two
+            # Saved: both residuals; both normalized inputs; q and k before their norm,
+            # if they have one; q, k, v and the attention's output; w1's output, its
+            # SiLU, w3's output, and the product of SiLU and w3's output
             "none": 2 * d / tp + 2 * d + (copies * (q + kv) + 4 * h) / tp,
-            # The block's input, the attention's output, and every second matrix product
-            # (q, v, w1, w2). Under TP, w2's output is a partial sum over the whole
-            # sequence; both reduce-scattered results are saved too.
+            # Saved: the block's input, the attention's output, and the output of every
+            # second matrix product (q, v, w1, w2). Under TP, w2's output is a partial
+            # sum over the whole sequence; the reduce-scattered outputs of wo and w2 are
+            # saved too.
             "op": d / tp + (2 * q + kv + h) / tp + d + reduced,
             "full": d / tp,
             # Gradients of the feed-forward's output and of the two factors in it

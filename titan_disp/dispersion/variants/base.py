@@ -212,8 +212,8 @@ class MomentsVariant(Variant):
     """
 
     linear_in_tokens: ClassVar[bool] = True
-    # Whether the mean of the tokens is subtracted first. This avoids rounding errors, if
-    # it does not change the loss.
+    # Whether the mean of the tokens is subtracted first, which avoids rounding errors.
+    # Only for losses that do not depend on this mean.
     centred: ClassVar[bool] = False
 
     @abstractmethod

@@ -10,7 +10,7 @@ The N in the numerator makes the gradient vanish if all pairs are distant. Witho
 the closest pairs share a gradient of 2‖z_i − z_j‖/τ, however far apart they are.
 
 Distances are unbounded, so a running maximum of the exponents is kept per sequence. With
-e_ij = −‖z_i − z_j‖²/τ, their maximum M, and w_ij = exp(e_ij − M):
+e_ij = −‖z_i − z_j‖²/τ, the maximum M of all e_ij, and w_ij = exp(e_ij − M):
 
     A = log Σ_{i≠j} exp(e_ij) = M + log Σ w_ij        ∂A/∂z_i = −4/(τ Σw) Σ_{j≠i} w_ij (z_i − z_j)
 
@@ -44,7 +44,7 @@ class L2Repel(Variant):
     """
 
     name: ClassVar[str] = "l2_repel"
-    bf16_products: ClassVar[bool] = False  # distances are differences
+    bf16_products: ClassVar[bool] = False  # would lose small distances
     of_pairs: ClassVar[bool] = True
 
     tau: float

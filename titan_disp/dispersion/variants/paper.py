@@ -35,9 +35,9 @@ def slope_of_arccos(c: Tensor) -> Tensor:
 class AngleVariant(CosineVariant):
     """The loss is a mean of w(D), where D is the angle between two unit vectors.
 
-    The clamp is straight-through: beyond the bound, the slope is that at the bound. A
-    hard clamp would zero the gradient exactly where tokens have collapsed onto each
-    other.
+    The clamp is straight-through: beyond the bound, the slope stays as it is at the
+    bound. A hard clamp would zero the gradient exactly where tokens have collapsed onto
+    each other.
     """
 
     clamp: float
