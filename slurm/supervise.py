@@ -578,8 +578,8 @@ class Supervisor:
         )
 
     def begin_step(self, command, nodes=None, kill=True, **options):
-        """Begin a command with srun on these nodes, or on all nodes. There is one task
-        on each node, with all memory and cores of the node.
+        """Start a command on these nodes, or on all nodes, with srun. There is one task on
+        each node, with all memory and cores of the node.
         """
         # --cpus-per-task would be one number for all nodes. It would be too large for
         # some nodes, and too small to use all cores of others.
@@ -872,8 +872,8 @@ class Supervisor:
         return self.count_failure(problem)
 
     def owner(self):
-        """Return which other job holds the run folder's lock (run/lock.py) and thus
-        owns its state: "job 6", or None. SLURM is asked whether that job still runs.
+        """Return another job ("job 6") that holds the run folder's lock (run/lock.py) and
+        thus owns its state, or None. SLURM is asked whether that job still runs.
         """
         job = str(read_json(self.file(".lock")).get("job")).split(".")[0]
         if not job.isdigit() or job == self.job:

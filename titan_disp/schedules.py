@@ -72,7 +72,7 @@ def curve(
 ) -> Curve:
     """Return the values of a schedule over a run of ``steps``.
 
-    A long run has values at evenly spaced steps, at both ends, and at ``corners``.
+    A long run is sampled at evenly spaced steps, at both ends, and at ``corners``.
     ``schedule`` takes a number of completed steps. ``corners`` are numbers of completed
     steps, too.
     """

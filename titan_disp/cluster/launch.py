@@ -412,7 +412,7 @@ def send(
             "--dry-run"
         ) from error
     print(done.stderr, end="", file=sys.stderr, flush=True)
-    # After a time-out, there may be a job. With --wait, the status is that of the job.
+    # After a time-out, the job may exist. With --wait, sbatch's status is the job's.
     if "submission failed" in done.stderr and "timed out" not in done.stderr:
         undo()
     return done.returncode

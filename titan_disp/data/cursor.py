@@ -39,8 +39,7 @@ _GARBAGE = 8
 # … this many documents in a row that cannot be used: the rest of the file is likely to
 # be of the same kind
 _BAD_ROW = 1000
-# This many documents in a row that cannot be used, at the end of a file, mean that the
-# file is damaged.
+# A file is damaged if it ends with this many unusable documents in a row.
 _BAD_END = 100
 
 # A slot gives up after …

@@ -90,7 +90,7 @@ class Shuffle:
         size = sum(size_of(documents[i]) for i in order[:used])
         self._documents = [documents[i] for i in reversed(order[used:])]
         position.end_window(size)
-        # The BYTES of a position within a window include the documents used.
+        # BYTES of ``begin`` already counts the documents used, so their size is 0.
         self._start = in_window(begin, used, 0)
 
     def _read(self) -> list[bytes | np.ndarray]:
