@@ -455,6 +455,11 @@ def outputs(returned):
     model(torch.zeros(4, 12, 16).double())
 
 
+def test_a_handle_names_its_blocks():
+    handle = attach(encoder(batch_first=True), coeff=0.3, variant="cosine")
+    assert repr(handle) == "<attach: layers.0, layers.1; coeff=0.3, variant='cosine'>"
+
+
 def test_a_negative_lambda():
     model = encoder(batch_first=True)
     with pytest.warns(UserWarning, match="λ is -0.2, which is negative") as caught:
@@ -522,11 +527,19 @@ WRONG = {
         losses("XLNetLMHeadModel")
     ),
     # which would broadcast
-    "weights has shape [4, 1], expected [4], one weight for each": lambda: losses(
+    "weights is [4, 1], expected a tensor [4], one weight for each": lambda: losses(
         weights=torch.ones(4, 1)
     ),
-    "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(
+    "weights is float, expected a tensor [4], one": lambda: losses(weights=0.1),
+    "handle.mask is [4, 11], expected a tensor [4, 12]": lambda: losses(
         mask=TOKENS[:, 1:]
+    ),
+    "handle.mask is list, expected a tensor [4, 12]": lambda: losses(mask=[1]),
+    "layers has an object of type float, expected names in model.named_modules(), such as 'layers.0'": lambda: (
+        attach(encoder(), 0.1)
+    ),
+    "layers has an object of type TransformerEncoderLayer": lambda: attach(
+        encoder(), encoder().layers
     ),
     "since the last loss(): call it after each forward of the attached model, in training mode (model.train())": lambda: (
         losses(change=nn.Module.eval)
