@@ -7,6 +7,7 @@ import functools
 import math
 import re
 import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -169,6 +170,27 @@ def test_the_parts_of_an_encoder_decoder():
             (decoder, out.decoder_hidden_states, TOKENS.flip(0)),
         ):
             close(handle.loss(), 0.1 * dispersion_losses(zs[1:], valid=valid).mean())
+
+
+class OfDicts(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch, labels=None):
+        return self.model(**batch, labels=labels)
+
+
+def test_the_padding_of_a_dict():
+    model = model_of("BertForMaskedLM")
+    with attach(model) as handle:
+        model(**batch())
+        expected = handle.loss()
+    handle = attach(model := OfDicts(model))
+    inputs = batch()
+    labels = inputs.pop("labels")
+    model(UserDict(inputs), labels)
+    close(handle.loss(), expected)
 
 
 class Universal(nn.Module):

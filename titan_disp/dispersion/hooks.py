@@ -179,7 +179,8 @@ class attach(AbstractContextManager["attach"]):
             of ``loss`` adds 1.
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
             ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
-            the model's inputs, or without such an input, all positions are tokens.
+            the model's inputs, or of a dict that is the first of them; without such an
+            input, all positions are tokens.
         losses: by the name of a block, the mean over sequences of the last loss,
             without λ, a scalar on the device. A block that runs several times has the
             loss of its last run.
@@ -326,6 +327,9 @@ class attach(AbstractContextManager["attach"]):
                 | dict(zip(self._arguments, args, strict=False))
                 | kwargs
             )
+            first = next(iter(inputs.values()), None)
+            if isinstance(first, Mapping):  # a dict of all inputs
+                inputs |= {name: first[name] for name in MASKS if name in first}
             self._inputs = {
                 name: x for name, x in inputs.items() if isinstance(x, Tensor)
             }
