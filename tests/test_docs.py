@@ -444,6 +444,21 @@ def test_the_loss_alone():
     exec(block, given | {"cross_entropy": torch.tensor(1.0)})
 
 
+def test_a_measurement_in_python(tmp_path, monkeypatch, capsys):
+    """The lines of docs/measurements.md, on a model that is not of this repository."""
+    torch.manual_seed(0)
+    (block,) = blocks((ROOT / "docs" / "measurements.md").read_text(), "python")
+    monkeypatch.chdir(tmp_path)
+    names = {"hidden_states": list(torch.randn(4, 2, 6, 8))}
+    exec(block, names)
+    unit = torch.nn.functional.normalize(names["hidden_states"][3], dim=-1)
+    measured = names["measurement"]
+    assert measured.mean_cosine[3] == pytest.approx((unit @ unit.mT).mean().item())
+    assert (measured.tokens, measured.sequences, measured.last_block) == (6, 2, 2)
+    assert "ρ 1.00 τ 1.00 (range 0.13)" in capsys.readouterr().out
+    assert Path("heatmap.png").stat().st_size
+
+
 def test_results_in_python(tmp_path, monkeypatch):
     """The lines of docs/export-evaluate.md, on a run with a measurement and a step that
     was repeated.

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -169,6 +170,27 @@ def test_the_parts_of_an_encoder_decoder():
             (decoder, out.decoder_hidden_states, TOKENS.flip(0)),
         ):
             close(handle.loss(), 0.1 * dispersion_losses(zs[1:], valid=valid).mean())
+
+
+class OfDicts(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch, labels=None):
+        return self.model(**batch, labels=labels)
+
+
+def test_the_padding_of_a_dict():
+    model = model_of("BertForMaskedLM")
+    with attach(model) as handle:
+        model(**batch())
+        expected = handle.loss()
+    handle = attach(model := OfDicts(model))
+    inputs = batch()
+    labels = inputs.pop("labels")
+    model(UserDict(inputs), labels)
+    close(handle.loss(), expected)
 
 
 class Universal(nn.Module):
@@ -455,6 +477,11 @@ def outputs(returned):
     model(torch.zeros(4, 12, 16).double())
 
 
+def test_a_handle_names_its_blocks():
+    handle = attach(encoder(batch_first=True), coeff=0.3, variant="cosine")
+    assert repr(handle) == "<attach: layers.0, layers.1; coeff=0.3, variant='cosine'>"
+
+
 def test_a_negative_lambda():
     model = encoder(batch_first=True)
     with pytest.warns(UserWarning, match="λ is -0.2, which is negative") as caught:
@@ -555,11 +582,19 @@ WRONG = {
         losses("XLNetLMHeadModel")
     ),
     # which would broadcast
-    "weights has shape [4, 1], expected [4], one weight for each": lambda: losses(
+    "weights is [4, 1], expected a tensor [4], one weight for each": lambda: losses(
         weights=torch.ones(4, 1)
     ),
-    "handle.mask has shape [4, 11], expected [4, 12]": lambda: losses(
+    "weights is float, expected a tensor [4], one": lambda: losses(weights=0.1),
+    "handle.mask is [4, 11], expected a tensor [4, 12]": lambda: losses(
         mask=TOKENS[:, 1:]
+    ),
+    "handle.mask is list, expected a tensor [4, 12]": lambda: losses(mask=[1]),
+    "layers has an object of type float, expected names in model.named_modules(), such as 'layers.0'": lambda: (
+        attach(encoder(), 0.1)
+    ),
+    "layers has an object of type TransformerEncoderLayer": lambda: attach(
+        encoder(), encoder().layers
     ),
     "since the last loss(): call it after each forward of the attached model, in training mode (model.train())": lambda: (
         losses(change=nn.Module.eval)

@@ -204,12 +204,15 @@ def test_a_loss_that_is_none_and_an_object_without_the_option():
         (lambda z: z.mean(-1), r"shape \(2, 6\), expected shape \(2,\)"),
         (
             lambda z: z.detach().sum((1, 2)),
-            r"shape \(2,\), .* that autograd has computed",
+            r"OfTokens.loss returned shape \(2,\) without a gradient, .* autograd",
         ),
         (lambda z: 3.0, "OfTokens.loss returned 3.0, expected"),
     ):
         with pytest.raises(ValueError, match=found):
             dispersion_loss(tokens(2, 6, 4), variant=of_tokens(loss))
+    # Two sequences: the tensor [2, 6, 6] alone would unpack as w and dw/dc.
+    with pytest.raises(ValueError, match=r"\[2, 6, 6\], expected two of this shape: w"):
+        dispersion_loss(tokens(2, 6, 4), variant=of_pairs(torch.square))
     with pytest.raises(
         ValueError, match=r"tau is 0.3, but variant Upper\(\) does not use it"
     ):

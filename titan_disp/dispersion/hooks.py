@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,8 +24,9 @@ from titan_disp.errors import did_you_mean
 # Reasons why there are no outputs
 NO_FORWARD = (
     "no outputs of blocks since the last loss(): call it after each forward of the "
-    "attached model, in training mode (model.train()); if a compiled forward has run "
-    "before attach, call torch._dynamo.reset() after it"
+    "attached model, in training mode (model.train()), with gradients enabled, and "
+    "before detach(); if a compiled forward has run before attach, call "
+    "torch._dynamo.reset() after it"
 )
 RAISED = (
     "the last forward raised an error, so that the outputs of some blocks are "
@@ -166,9 +168,10 @@ class attach(AbstractContextManager["attach"]):
             name of a list stands for all its modules. A block that runs several times
             in a forward counts as several layers, as in ["block"] of a universal
             transformer. None: the longest list of modules of one class; if these have
-            lists of blocks themselves, as the stages of Swin, attach warns.
-        coeff: λ, also an attribute. If it is negative, the embeddings condense, and
-            attach warns.
+            lists of blocks themselves, as the stages of Swin, attach warns. The
+            ``repr`` of the handle lists the blocks.
+        coeff: λ, also an attribute, which may change from step to step. If it is
+            negative, the embeddings condense, and attach warns.
         variant: the variant of the loss.
         options: further attributes of ``DispersionLoss``.
 
@@ -177,7 +180,8 @@ class attach(AbstractContextManager["attach"]):
             of ``loss`` adds 1.
         mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
             ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
-            the model's inputs, or without such an input, all positions are tokens.
+            the model's inputs, or of a dict that is the first input. Without a mask,
+            all positions are tokens.
         losses: a dict from the name of a block to the block's last loss without λ, a
             scalar on the device: the mean over sequences. A block that runs several
             times has the loss of its last run.
@@ -243,6 +247,7 @@ class attach(AbstractContextManager["attach"]):
                     f"{name} has tokens as [N, B, F], expected [B, N, F]: build it "
                     "with batch_first=True"
                 )
+        self._blocks = list(blocks)
         self._hooks = ExitStack()
         for hook in (
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -251,6 +256,13 @@ class attach(AbstractContextManager["attach"]):
             collect(blocks, self._take),
         ):
             self._hooks.enter_context(hook)
+
+    def __repr__(self) -> str:
+        """Return a text with the names of the blocks, λ and the loss."""
+        return (
+            f"<attach: {', '.join(self._blocks)}; coeff={self.coeff}, "
+            f"variant={self._dispersion.variant!r}>"
+        )
 
     def loss(self, weights: Tensor | None = None) -> Tensor:
         """Return λ times the dispersion loss of the last forward, averaged over layers
@@ -289,10 +301,10 @@ class attach(AbstractContextManager["attach"]):
         of_sequences = losses.mean(0)
         if weights is None:
             return self.coeff * _mean(of_sequences)
-        if weights.shape != of_sequences.shape:
+        if getattr(weights, "shape", None) != of_sequences.shape:
             raise ValueError(
-                f"weights has shape {list(weights.shape)}, expected "
-                f"{list(of_sequences.shape)}, one weight for each sequence"
+                f"weights is {_shape(weights)}, expected a tensor "
+                f"{_shape(of_sequences)}, one weight for each sequence"
             )
         return self.coeff * (weights * of_sequences).sum()
 
@@ -329,6 +341,9 @@ class attach(AbstractContextManager["attach"]):
                 | dict(zip(self._arguments, args, strict=False))
                 | kwargs
             )
+            first = next(iter(inputs.values()), None)
+            if isinstance(first, Mapping):  # a dict of all inputs
+                inputs |= {name: first[name] for name in MASKS if name in first}
             self._inputs = {
                 name: x for name, x in inputs.items() if isinstance(x, Tensor)
             }
@@ -408,9 +423,9 @@ def _valid(
             return None
         mask = inputs[name]
     tokens = z.shape[:2]
-    if mask.shape != tokens:
+    if getattr(mask, "shape", None) != tokens:
         raise ValueError(
-            f"{name} has shape {list(mask.shape)}, expected {list(tokens)}: set "
+            f"{name} is {_shape(mask)}, expected a tensor {list(tokens)}: set "
             "handle.mask before loss()"
         )
     if name.endswith("key_padding_mask"):
@@ -422,10 +437,19 @@ def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
     """Return the modules with these names, by name. A list stands for its modules."""
     modules = dict(model.named_modules())
     blocks = Modules()
-    names = [layers] if isinstance(layers, str) else layers
+    names = layers
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        names = [layers]
     for name in names:
+        if not isinstance(name, str):
+            lists = outermost_lists(model, bool).values()
+            example = next(chain.from_iterable(lists), "encoder.layers.0")
+            raise ValueError(
+                f"layers has an object of type {type(name).__name__}, expected names "
+                f"in model.named_modules(), such as {example!r}"
+            )
         if name not in modules:
-            hint = did_you_mean(str(name), modules)
+            hint = did_you_mean(name, modules)
             raise ValueError(
                 f"layers has {name!r}, which is no module of the model{hint}"
             )

@@ -111,7 +111,13 @@ def _epilogue(
     """Return Σ w [B] and q [B, m, n] of a tile, given its products x_i·x_j [B, m, n]."""
     # A new tensor, because otherwise the compiled kernel would also write the products.
     cosines = (products * s_rows).mul_(s_cols)
-    w, r = pair(cosines)
+    result = pair(cosines)
+    if isinstance(result, Tensor):  # of two sequences, it would unpack as w and r
+        raise ValueError(
+            f"the pair function of a loss returned one tensor {list(result.shape)}, "
+            "expected two of this shape: w and dw/dc"
+        )
+    w, r = result
     # Eager code writes q and w into tiles that are no longer needed. (Compiled code
     # stores no temporaries.) The memory of w and r is not reused, because a pair
     # function may return the same tensor as w and as r, or store a tensor that it

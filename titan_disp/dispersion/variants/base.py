@@ -327,7 +327,10 @@ def _differentiated(
         value = loss()
         is_tensor = isinstance(value, Tensor)
         if not (is_tensor and value.shape == (batch,) and value.requires_grad):
-            result = f"shape {tuple(value.shape)}" if is_tensor else repr(value)
+            result = repr(value)
+            if is_tensor:
+                result = f"shape {tuple(value.shape)}"
+                result += "" if value.requires_grad else " without a gradient"
             raise ValueError(
                 f"{type(variant).__name__}.loss returned {result}, "
                 f"expected shape ({batch},), one number per sequence, "
