@@ -115,6 +115,22 @@ def test_a_short_row_of_a_table_has_a_size(tmp_path):
     assert [documents.read().size, documents.read().size] == [4, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "header", "advice"),
+    [
+        ("a.csv", "id;text", "separate the columns by commas"),
+        ("a.csv", "id\ttext", "separate the columns by commas"),
+        ("a.tsv", "id,text", "separate the columns by tabs"),
+        ("a.csv", "id,body", "set stream.text_field"),
+        ("a.csv", "body", "set stream.text_field"),
+    ],
+)
+def test_other_separators_are_named(name, header, advice, tmp_path):
+    (tmp_path / name).write_text(f"{header}\nsome words\n")
+    with pytest.raises(ConfigError, match=advice):
+        read(tmp_path)
+
+
 def test_a_table_in_another_encoding_is_refused(tmp_path):
     rows = "".join(f"{i},ça et là {i}\n" for i in range(30))
     (tmp_path / "a.csv").write_bytes(f"url,text\n{rows}".encode("cp1252"))
