@@ -248,11 +248,26 @@ def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
 
 
 def encoding_of(file: DataFile, options: StreamOptions) -> str:
-    """Return a file's encoding, for ``DataFile.encoding``."""
+    """Return a file's encoding, for ``DataFile.encoding``.
+
+    As long as a text is ASCII, its encoding is open: the next bytes are looked at, up to
+    ``stream.max_document_mb``, or in a store only the first ones, which one request
+    fetches.
+    """
     if not file.name.endswith(".txt"):
         return ""
+    limit = options.max_document_bytes
+    if file.remote:
+        limit = formats.LOOKED_AT
     with closing(opened(file, options)) as stored:
-        return formats.encoding_of(stored.read(formats.LOOKED_AT))
+        for _ in range(0, limit, formats.LOOKED_AT):
+            part = stored.read(formats.LOOKED_AT)
+            encoding = formats.encoding_of(part)
+            if encoding or not part.isascii():
+                return encoding
+            if not part:
+                break
+    return ""
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
