@@ -317,7 +317,8 @@ def check_content(
             f"{key} data: {counted(len(converted), 'file')} of {len(files)} are not "
             f"UTF-8 and are converted, such as {converted[0].url!r} ({encoding})"
         )
-    problems = {file: look.problem for file, look in looks.items() if look.problem}
+    by_size = sorted(looks.items(), key=lambda item: item[0].size, reverse=True)
+    problems = {file: look.problem for file, look in by_size if look.problem}
     if problems:
         lost = sum(file.size for file in problems) / sum(file.size for file in files)
         message = f"{key} data: {_summary(problems, len(files), lost)}"
@@ -335,8 +336,8 @@ def check_content(
 
 
 def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
-    """Return a sentence about the files with ``problems``, of ``files`` files in all.
-    They hold the fraction ``lost`` of the bytes.
+    """Return a sentence about the files with ``problems``, the largest first, of
+    ``files`` files in all. They hold the fraction ``lost`` of the bytes.
     """
     file, problem = next(iter(problems.items()))
     summary = f"{file.url}: {problem}"
