@@ -435,6 +435,17 @@ def test_a_file_with_another_column(count, tmp_path, caplog):
         assert words in str(error.value)
 
 
+def test_the_largest_bad_file_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "7 7"}\n')
+    (tmp_path / "b.jsonl").write_text('{"note": "7 7"}\n' * 9)
+    (tmp_path / "c.jsonl").write_text('{"text": "7 7"}\n' * 9)
+    with pytest.raises(ConfigError) as error:
+        list_and_check(documents_in(tmp_path), StreamOptions(seq_len=8))
+    assert 'b.jsonl: document 0: no field "text", only note' in str(error.value)
+    assert "2 files of 3" in str(error.value)
+    assert "stream.left_out = ['b.jsonl', 'a.jsonl']" in str(error.value)
+
+
 def test_bad_documents():
     for line, reason in (
         (b"[" * 100_000, "malformed JSON: maximum recursion"),

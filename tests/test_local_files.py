@@ -211,6 +211,7 @@ def test_what_is_left_out_is_said(tmp_path, told):
         "b.jsonl.bz2",
         "c.jsonl.bz2",
         "d.xml",
+        "notes.md",
         "README.md",
         "e.json",
         ".hidden.jsonl",
@@ -220,7 +221,7 @@ def test_what_is_left_out_is_said(tmp_path, told):
         assert names_in("text", tmp_path) == ["a.jsonl", "e.json"]
     left_out, mixed = told("WARNING")
     assert "left out, because files with such suffixes are not read" in left_out
-    assert ": 2 *.bz2, 1 *.xml, such as " in left_out
+    assert ": 2 *.bz2, 1 *.md, 1 *.xml, such as " in left_out
     assert "glob" not in left_out  # it does not read them, either
     assert mixed.endswith(
         "files of several formats are read together: 1 *.json, 1 *.jsonl"

@@ -14,7 +14,13 @@ import pytest
 from tests.streams import json_lines, read_all, records_of
 from titan_disp.data.documents import Documents
 from titan_disp.data.findings import check_content
-from titan_disp.data.formats import BadDocument, Garbage, encoding_of, text_of
+from titan_disp.data.formats import (
+    LOOKED_AT,
+    BadDocument,
+    Garbage,
+    encoding_of,
+    text_of,
+)
 from titan_disp.data.listing import DataFile, list_files
 from titan_disp.data.options import Format, StreamOptions
 from titan_disp.errors import ConfigError
@@ -115,6 +121,22 @@ def test_a_short_row_of_a_table_has_a_size(tmp_path):
     assert [documents.read().size, documents.read().size] == [4, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "header", "advice"),
+    [
+        ("a.csv", "id;text", "separate the columns by commas"),
+        ("a.csv", "id\ttext", "separate the columns by commas"),
+        ("a.tsv", "id,text", "separate the columns by tabs"),
+        ("a.csv", "id,body", "set stream.text_field"),
+        ("a.csv", "body", "set stream.text_field"),
+    ],
+)
+def test_other_separators_are_named(name, header, advice, tmp_path):
+    (tmp_path / name).write_text(f"{header}\nsome words\n")
+    with pytest.raises(ConfigError, match=advice):
+        read(tmp_path)
+
+
 def test_a_table_in_another_encoding_is_refused(tmp_path):
     rows = "".join(f"{i},ça et là {i}\n" for i in range(30))
     (tmp_path / "a.csv").write_bytes(f"url,text\n{rows}".encode("cp1252"))
@@ -201,6 +223,17 @@ def test_a_converted_text_takes_time_in_proportion_to_its_length(encoding, tmp_p
 def test_a_single_odd_sign_does_not_hide_the_encoding():
     text = "Elle vint à Orléans. " * 100 + "Voir l§a."
     assert encoding_of(text.encode("cp1252")) == "cp1252"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+@pytest.mark.parametrize("ascii_size", [LOOKED_AT - 1, LOOKED_AT, 3 * LOOKED_AT + 1])
+def test_the_first_accent_may_come_late(encoding, ascii_size, tmp_path):
+    text = "a" * ascii_size + FRENCH
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    how = StreamOptions()
+    (file,) = check_content(list_files("text", str(tmp_path)), how, "training")
+    assert file.encoding == ENCODED[encoding]
+    assert read_all(Documents(file, how)) == [text]
 
 
 def test_what_cannot_be_told_is_not_converted():

@@ -988,6 +988,14 @@ def test_a_file_that_changes_between_a_save_and_a_resume(sample, tmp_path):
     assert change.startswith(
         "data: 3 files then, 3 now, with 1 difference; first b.jsonl"
     )
+    (tmp_path / "d.jsonl").write_text(lines[0])
+    (tmp_path / "b.jsonl").write_text("".join(lines))
+    now = build_dataloader(1, 0, tokenizer, job)
+    (change,) = data_changes(json.loads(saved["fingerprint"]), now.fingerprint)
+    size = len(lines[0])
+    assert change.endswith(f"first d.jsonl (absent then, {size} bytes now)")
+    (change,) = data_changes(now.fingerprint, json.loads(saved["fingerprint"]))
+    assert change.endswith(f"first d.jsonl ({size} bytes then, absent now)")
 
 
 def test_validation_is_the_same_on_any_ranks(sample):

@@ -251,11 +251,26 @@ def _look_at_hub(file: DataFile, options: StreamOptions) -> Look:
 
 
 def encoding_of(file: DataFile, options: StreamOptions) -> str:
-    """Return a file's encoding, for ``DataFile.encoding``."""
+    """Return a file's encoding, for ``DataFile.encoding``.
+
+    As long as a text is ASCII, its encoding is open: the next bytes are looked at, up to
+    ``stream.max_document_mb``, or in a store only the first ones, which one request
+    fetches.
+    """
     if not file.name.endswith(".txt"):
         return ""
+    limit = options.max_document_bytes
+    if file.remote:
+        limit = formats.LOOKED_AT
     with closing(opened(file, options)) as stored:
-        return formats.encoding_of(stored.read(formats.LOOKED_AT))
+        for _ in range(0, limit, formats.LOOKED_AT):
+            part = stored.read(formats.LOOKED_AT)
+            encoding = formats.encoding_of(part)
+            if encoding or not part.isascii():
+                return encoding
+            if not part:
+                break
+    return ""
 
 
 def entries_of(files: Sequence[DataFile], options: StreamOptions) -> Iterator[Entry]:
@@ -305,7 +320,8 @@ def check_content(
             f"{key} data: {counted(len(converted), 'file')} of {len(files)} are not "
             f"UTF-8 and are converted, such as {converted[0].url!r} ({encoding})"
         )
-    problems = {file: look.problem for file, look in looks.items() if look.problem}
+    by_size = sorted(looks.items(), key=lambda item: item[0].size, reverse=True)
+    problems = {file: look.problem for file, look in by_size if look.problem}
     if problems:
         lost = sum(file.size for file in problems) / sum(file.size for file in files)
         message = f"{key} data: {_summary(problems, len(files), lost)}"
@@ -323,8 +339,8 @@ def check_content(
 
 
 def _summary(problems: dict[DataFile, str], files: int, lost: float) -> str:
-    """Return a sentence about the files with ``problems``, which hold the fraction
-    ``lost`` of the bytes. ``files`` is the number of all files.
+    """Return a sentence about the files with ``problems``, the largest first. They hold
+    the fraction ``lost`` of the bytes. ``files`` is the number of all files.
     """
     file, problem = next(iter(problems.items()))
     summary = f"{file.url}: {problem}"

@@ -155,8 +155,7 @@ def _sentence(key: str, former: Any, current: Any) -> str:
         return (
             f"data: {counted(len(former), 'file')} then, {len(current)} now, with "
             f"{counted(len(files), 'difference')}; first {first} "
-            f"({former.get(first, 'missing')} bytes then, "
-            f"{current.get(first, 'missing')} now)"
+            f"({_size(former.get(first))} then, {_size(current.get(first))} now)"
         )
     if key in ("contents", "etags"):
         files = sorted(changes(former, current))
@@ -170,6 +169,13 @@ def _sentence(key: str, former: Any, current: Any) -> str:
     if key == "stream.sources":
         return f"{key}, with the slots that their weights make: {_slots(former)} then, {_slots(current)} now"
     return f"{key}: {former!r} then, {current!r} now"
+
+
+def _size(size: int | None) -> str:
+    """Return a file's size in words, in bytes. None means that there is no file."""
+    if size is None:
+        return "absent"
+    return f"{size} bytes"
 
 
 def _slots(sources: list[tuple[str, int]] | None) -> str:

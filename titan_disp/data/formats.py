@@ -476,8 +476,11 @@ def table_rows(
     try:
         columns += rows.fieldnames or ()
         if field not in columns:
+            advice = _COLUMN
+            if len(columns) == 1 and re.search(r"[,;|\t]", columns[0]):
+                advice = f"separate the columns by {_SEPARATORS[delimiter]}"
             raise OtherContent(
-                f'it has no column "{field}", only {_listed(columns)}: {_COLUMN}'
+                f'it has no column "{field}", only {_listed(columns)}: {advice}'
             )
         for row in rows:
             text = row[field]
@@ -658,6 +661,7 @@ def rows_at_a_time(metadata: Any) -> int:
 
 
 _COLUMN = "set stream.text_field to the column of the text"
+_SEPARATORS = {",": "commas", "\t": "tabs"}
 
 
 def _check_column(schema: Any, field: str) -> None:

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 # Such files are usual beside documents, so leaving them out is not worth a warning.
 # (.model is SentencePiece's, and .idx is Megatron-LM's.)
-_NO_DATA = (".md", ".py", ".lock", ".metadata", ".model", ".idx")
+_NO_DATA = ("README.md", ".py", ".lock", ".metadata", ".model", ".idx")
 UNREAD = "files with such suffixes are not read"
 BESIDE = "there are documents in other formats (a glob reads both)"
 _GLOB = ". (A glob instead of the folder reads every such file that it matches)"
@@ -410,7 +410,7 @@ class _Selection:
                 expected = f"en/c4-{self.split}.00000-of-01024.json.gz, or "
             raise ConfigError(
                 f"{self.where}, which holds no {self.split} data, {there}; expected "
-                f"files such as {expected}{NAMES}. {_SAMPLE}"
+                f"files such as {expected}{NAMES} (convert or rename others). {_SAMPLE}"
             )
         is_usual = self.c4 or self.split != "train"
         of_other_splits = sorted({*paths} - {*of_split} - kept_back)

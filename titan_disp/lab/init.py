@@ -716,7 +716,7 @@ class _Run:
         return (
             f"{short(size.tokens, 3)} tokens, "
             f"{size.tokens / size.model.parameters:.1f} per parameter, "
-            f"{size.epochs:.1f} epochs, {estimated_duration(size.seconds)} of steps by "
+            f"{size.epochs:.2g} epochs, {estimated_duration(size.seconds)} of steps by "
             f"{speed} speed. {size.limit}"
         )
 
