@@ -22,7 +22,10 @@ from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_disp.checks import check_device, check_inputs, check_ranks
@@ -152,7 +155,8 @@ def _start_ranks(
                 f"little memory. The same command {then}"
             )
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
-        if reason := _last_error(logs, rank):
+        # On a full disk, the logs are empty, but error.json often still fits.
+        if reason := _last_error(logs, rank) or _first_line(failure):
             print(reason, file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
     if stop.number:
@@ -242,6 +246,14 @@ def _ranks() -> list[int]:
 
 
 def _last_error(logs: str, rank: int) -> str | None:
+def _first_line(failure: ProcessFailure) -> str | None:
+    """Return the error that a rank has left for torchrun, or None."""
+    if not failure.error_file_data:
+        return None
+    first, _, _ = str(failure.message).strip().partition("\n")
+    return f"titan-disp: error: {first}"
+
+
     files = sorted(
         Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"),
         key=lambda p: p.stat().st_mtime,
