@@ -111,6 +111,12 @@ def plan(options: opts.PlanOptions) -> None:
     print(render(run_plan))
     for i, setting in enumerate(settings):
         print(f"{'suggested' if i else 'now':<15} {setting.line()}")
+    if len(settings) > 1:
+        print(
+            f"{'':<15} (These steps include what activation checkpointing computes "
+            "again, unlike the plan's step. The estimate does not know that some "
+            "kernels are slow for small batches.)"
+        )
     if len(settings) == 1:
         print(
             f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that "
