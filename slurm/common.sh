@@ -44,6 +44,9 @@ export TITAN_DISP_LOCAL=${TITAN_DISP_LOCAL:-/tmp}
 export TITAN_DISP_NPROC=${TITAN_DISP_NPROC:-gpu}
 export TITAN_DISP_PYTHON=${TITAN_DISP_PYTHON:-python}
 
+# The job's output is a file. Colours would be escape sequences in it.
+export NO_COLOR=${NO_COLOR:-1}
+
 # Prints the words of a text, one per line, without their quotes. node.sh does the same.
 words() { xargs -r printf '%s\n' <<<"$1"; }
 words "${TITAN_DISP_PREFIX:-}" >/dev/null || {

@@ -61,6 +61,30 @@ INTENDED = 64
 RETRIES = "now,10,30,60,60,60"
 UNITS = (1, 60, 3600, 86400)  # seconds
 PORT = r"[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]"
+ITEM = r"(?:now|\d{1,4})"  # of TITAN_DISP_RETRIES
+# The variables of pretrain.sbatch with a form of their own, without TITAN_DISP_: the
+# default, the pattern that a value matches, and what an error says is expected
+Setting = collections.namedtuple("Setting", "default pattern expected")
+SETTINGS = {
+    "RETRIES": Setting(
+        default=RETRIES,
+        pattern=f"none|{ITEM}(?:,{ITEM})*",
+        expected=f"none or minutes such as {RETRIES}",
+    ),
+    "SPARES": Setting("0", r"\d{1,9}", "a whole number"),
+    "NPROC": Setting("gpu", r"gpu|[1-9]\d{0,3}", "gpu or the ranks per node"),
+    "CHECK_SECONDS": Setting("600", r"\d{1,9}(?:[.]\d*)?", "a number"),
+    "ENDPOINT": Setting(
+        default="",
+        pattern=rf"(\[.+\]|[^:]*)(?::({PORT}))?",
+        expected="HOST, :PORT or HOST:PORT",
+    ),
+}
+# what gloo, NCCL or RCCL reports if the process of another rank has ended
+LOST_PEER = re.compile(
+    r"[Cc]onnection (?:reset|closed|refused)|ncclRemoteError|remote process exited"
+)
+NAMED_RANKS = 8  # most ranks that a reason names: those of a node
 NOW_OR_LATER = 2  # minutes before a requeue if a retry "now" is not possible
 LEAD = 300  # seconds of sbatch --signal in the batch scripts
 # most restarts of a job whose failures cannot be counted (also in the batch scripts)
@@ -100,6 +124,19 @@ class Signalled(Exception):
 
 class Failure(Exception):
     """An error that makes this start a failure. The message is the reason."""
+
+
+def check_settings(environment):
+    """Return the match of each of ``SETTINGS`` in the environment, by name, or raise
+    Failure if one is wrong. ``titan-disp submit`` calls this, too.
+    """
+    matches = {}
+    for name, setting in SETTINGS.items():
+        text = environment.get("TITAN_DISP_" + name) or setting.default
+        matches[name] = re.match(f"^(?:{setting.pattern})$", text)
+        if not matches[name]:
+            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {setting.expected}")
+    return matches
 
 
 def show(text):
@@ -213,6 +250,9 @@ def of_ranks(run, start, name):
 def first_error(run, start):
     """Return the message of the rank that failed first, and the path of the message's
     file, as one text, or "".
+
+    If that rank lost the connection to another rank, the text also names the ranks
+    without a message, because a rank that is killed leaves none.
     """
     errors = []
     for _, _, path in of_ranks(run, start, "error.json"):
@@ -224,6 +264,17 @@ def first_error(run, start):
             when = int(message["extraInfo"]["timestamp"])
             errors.append((when, f"{text} ({path})"))
     _, text = min(errors, default=(0, ""))
+    if LOST_PEER.search(text):
+        failed = {
+            os.path.dirname(path) for _, _, path in of_ranks(run, start, "error.json")
+        }
+        silent = [
+            f"node {node} rank {rank}"
+            for node, rank, path in of_ranks(run, start, "stderr.log")
+            if os.path.dirname(path) not in failed
+        ]
+        if 0 < len(silent) <= NAMED_RANKS:
+            text += f". Without a message, perhaps killed: {', '.join(silent)}"
     return text
 
 
@@ -394,27 +445,13 @@ class Supervisor:
         """Read and check the variables that pretrain.sbatch lists. Raise Failure if one
         is wrong.
         """
-        item = r"(?:now|\d{1,4})"
-        retries = self._checked(
-            name="RETRIES",
-            default=RETRIES,
-            pattern=f"none|{item}(?:,{item})*",
-            expected=f"none or minutes such as {RETRIES}",
-        )
-        self.retries = re.findall(item, retries.group())
-        spares = self._checked("SPARES", "0", r"\d{1,9}", "a whole number")
-        self.spares = int(spares.group())
-        seconds = self._checked(
-            "CHECK_SECONDS", "600", r"\d{1,9}(?:[.]\d*)?", "a number"
-        )
-        self.check_seconds = float(seconds.group()) or 600.0
-        self.checks_nodes = float(seconds.group()) > 0
-        endpoint = self._checked(
-            name="ENDPOINT",
-            default="",
-            pattern=rf"(\[.+\]|[^:]*)(?::({PORT}))?",
-            expected="HOST, :PORT or HOST:PORT",
-        )
+        matches = check_settings(self.environment)
+        self.retries = re.findall(ITEM, matches["RETRIES"].group())
+        self.spares = int(matches["SPARES"].group())
+        seconds = float(matches["CHECK_SECONDS"].group())
+        self.check_seconds = seconds or 600.0
+        self.checks_nodes = seconds > 0
+        endpoint = matches["ENDPOINT"]
         self.head, self.port = endpoint.groups()
         try:
             self.srun_args = shlex.split(self._setting("SRUN_ARGS"))
@@ -464,14 +501,6 @@ class Supervisor:
 
     def _setting(self, name, default=""):
         return self.environment.get("TITAN_DISP_" + name) or default
-
-    def _checked(self, name, default, pattern, expected):
-        """Return the match of a variable's value, or raise Failure if it is wrong."""
-        text = self._setting(name, default)
-        match = re.match(f"^(?:{pattern})$", text)
-        if not match:
-            raise Failure(f"TITAN_DISP_{name} is {text!r}, expected {expected}")
-        return match
 
     # ---- the cluster's commands
 
@@ -1032,7 +1061,10 @@ class Supervisor:
             # either, so this is a failure. A preemption is not the job's fault.
             if self.trained or signals[0] == "TERM" or preempted:
                 return Outcome(REQUEUE, text)
-            return self.count_failure(text)
+            return self.count_failure(
+                f"{text}: SLURM signals a job before its time limit (sbatch --signal). "
+                "If the start needs longer, submit again with more --sbatch time"
+            )
         return self._failed()
 
     def _cancelled(self):

@@ -127,13 +127,22 @@ def launched(sample, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("exitcode", "status", "line"),
-    [(-15, 130, "not every rank ended by itself"), (1, 1, "rank 1 failed")],
+    [
+        (-15, 130, "not every rank ended by itself"),
+        (1, 1, "titan-disp: error: OSError: [Errno 28] No space left on device"),
+    ],
 )
 def test_a_failure_is_told_from_the_signal(
     launched, monkeypatch, exitcode, status, line
 ):
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
-    failure = SimpleNamespace(exitcode=exitcode, local_rank=1, timestamp=0)
+    failure = SimpleNamespace(
+        exitcode=exitcode,
+        local_rank=1,
+        timestamp=0,
+        error_file_data={"message": "as below"},
+        message="OSError: [Errno 28] No space left on device\nand more",
+    )
     error = ChildFailedError("titan_disp.train", {1: failure})
     error.get_first_failure = lambda: (1, failure)
 
@@ -150,7 +159,9 @@ def test_a_failure_is_told_from_the_signal(
 
 def test_a_killed_rank_may_have_taken_too_much_memory(launched, monkeypatch):
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda *_: "", raising=False)
-    failure = SimpleNamespace(exitcode=-9, local_rank=1, timestamp=0)
+    failure = SimpleNamespace(
+        exitcode=-9, local_rank=1, timestamp=0, error_file_data={}
+    )
     error = ChildFailedError("titan_disp.train", {1: failure})
     error.get_first_failure = lambda: (1, failure)
 

@@ -1013,13 +1013,13 @@ def test_the_command_that_suggests(monkeypatch, capsys):
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
     assert (first["options"], first["memory"] > 1e6) == ([], True)
     assert typed(monkeypatch, *words.split()) == 0
+    page = capsys.readouterr().out
     lines = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith(("now", "suggested"))
+        line for line in page.splitlines() if line.startswith(("now", "suggested"))
     ]
     assert lines[0].endswith(" GB: the config as it is")
     assert all(" --" in line for line in lines[1:])
+    assert "activation checkpointing computes again, unlike the plan's step" in page
     monkeypatch.setattr("titan_disp.cluster.suggest.FILLED", 0)
     assert typed(monkeypatch, *words.split()) == 0
     assert "suggested       nothing: no other" in capsys.readouterr().out

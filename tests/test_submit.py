@@ -394,3 +394,58 @@ def test_what_would_fail_is_not_submitted(
     assert code == 2
     assert said in err
     assert "sbatch" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpus-per-node -1", "--gpus-per-node is -1, expected at least 0"),
+        ("--sbatch partition gpu", "--sbatch partition has no value: write --sbatch "),
+        ("--sbatch exclusive qos", "--sbatch qos has no value: write --sbatch qos="),
+        ("--partition=gpu", "is an option of sbatch: write --sbatch partition=gpu"),
+        ("--sbatch --qos high", "is an option of sbatch: write --sbatch qos=VALUE"),
+        ("--sbatch -p gpu", "--sbatch -p is a short option: write its long name"),
+        ("--sbatch qos=high run.toml", "up to the next option, also run.toml: write"),
+    ],
+)
+def test_options_in_the_wrong_form(command, words, said):
+    code, out, err = command(80, *words.split())
+    assert (code, "pretrain.sbatch" in out) == (2, False)
+    assert said in err
+
+
+def test_no_nodes(command):
+    assert "--nodes is 0, expected at least 1" in command(0)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("RETRIES", "lots", "none or minutes such as now,10"),
+        ("NPROC", "abc", "gpu or the ranks per node"),
+        ("CHECK_SECONDS", "ten", "a number"),
+        ("ENDPOINT", ":abc", "HOST, :PORT or HOST:PORT"),
+    ],
+)
+def test_variables_are_checked_before_the_job_waits(
+    command, monkeypatch, name, value, expected
+):
+    monkeypatch.setenv(f"TITAN_DISP_{name}", value)
+    code, out, err = command(80)
+    assert (code, "pretrain.sbatch" in out) == (2, False)
+    assert f"TITAN_DISP_{name} is {value!r}, expected {expected}" in err
+
+
+@pytest.mark.parametrize(
+    ("nproc", "site", "warned"),
+    [("", "", True), ("1", "", False), ("", "export TITAN_DISP_NPROC=2", False)],
+)
+def test_a_job_without_gpus_or_a_number_of_ranks(
+    command, monkeypatch, tmp_path, nproc, site, warned
+):
+    monkeypatch.setenv("TITAN_DISP_NPROC", nproc)
+    file = tmp_path / "site.sh"
+    file.write_text(site)
+    monkeypatch.setattr(launch, "site_file", lambda name: file)
+    _, out, _ = command(80, "--gpus-per-node", "0")
+    assert ("warning: --gpus-per-node is 0" in out) == warned

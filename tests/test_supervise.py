@@ -1170,6 +1170,18 @@ class TestWhatRanksLeave:
         error = supervise.first_error(str(cluster.run), "7.0")
         assert error == f"the first ({first})"
 
+    def test_a_rank_that_is_killed_leaves_no_message(self, cluster):
+        lost = "RuntimeError: Read error [10.0.0.2]:2: Connection reset by peer"
+        where = cluster.error(lost, time=20)
+        cluster.of_rank("stderr.log", "", node=20)
+        for rank in range(2):
+            cluster.of_rank("stderr.log", "", node=3, rank=rank)
+        error = supervise.first_error(str(cluster.run), "7.0")
+        assert error == (
+            f"{lost} ({where}). Without a message, perhaps killed: node 3 rank 0, "
+            "node 3 rank 1"
+        )
+
     DUMP = """a line\nTimeout (0:01:00)!\nThread 0x01 (most recent call first):\n  File "/lib/threading.py", line 9 in wait
 Thread 0x02 (most recent call first):\n  File "/a/checkpoint.py", line 213 in save\n  File "/a/train.py", line 7 in <module>\n"""
 
@@ -1489,6 +1501,7 @@ def test_a_setting_that_is_no_number(cluster):
             ":65536",
         ),
         "CHECK_SECONDS": ("a number", "nan", "inf", "-1"),
+        "NPROC": ("gpu or the ranks per node", "abc", "0", "-1", "1.5"),
     }.items():
         for value in values:
             with pytest.raises(

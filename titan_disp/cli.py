@@ -111,6 +111,12 @@ def plan(options: opts.PlanOptions) -> None:
     print(render(run_plan))
     for i, setting in enumerate(settings):
         print(f"{'suggested' if i else 'now':<15} {setting.line()}")
+    if len(settings) > 1:
+        print(
+            f"{'':<15} (These steps include what activation checkpointing computes "
+            "again, unlike the plan's step. The estimate does not know that some "
+            "kernels are slow for small batches.)"
+        )
     if len(settings) == 1:
         print(
             f"{'suggested':<15} nothing: no other batch, mesh or checkpointing that "
@@ -304,6 +310,8 @@ def run(args: Sequence[str], prog: str) -> None:
     if command is not None:
         _join_lines(command[0])
         args = _collected(args, command[0])
+        if issubclass(command[0], opts.SlurmOptions):
+            _check_sbatch_words(args, command[0])
         if issubclass(command[0], opts.ConfigOptions):
             args = _split_overrides(args, command[0])
     about = _wrapped(
@@ -361,6 +369,40 @@ def _collected(argv: Sequence[str], options: type) -> list[str]:
             raise ConfigError(f"{option} is repeated; expected it once")
     merged = {id(group): group for group in groups}
     return list(chain.from_iterable(merged.values()))
+
+
+def _is_sbatch_option(name: str) -> bool:
+    from titan_disp.cluster.launch import SBATCH_OPTIONS
+
+    return name in SBATCH_OPTIONS.split()
+
+
+def _check_sbatch_words(argv: Sequence[str], options: type) -> None:
+    """Raise ConfigError for an option of sbatch that is not a value of --sbatch, or a
+    value of --sbatch that is a file or a short option.
+    """
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(options)}
+    fields.add("help")
+    option = ""
+    for word in argv:
+        if word.startswith("--"):
+            option, _, value = word.partition("=")
+            name = option[2:]
+            if "." not in name and name not in fields and _is_sbatch_option(name):
+                setting = f"{name}={value or 'VALUE'}"
+                raise ConfigError(
+                    f"{option} is an option of sbatch: write --sbatch {setting}"
+                )
+        elif option == "--sbatch" and word.startswith("-"):
+            raise ConfigError(
+                f"--sbatch {word} is a short option: write its long name, such as "
+                "--sbatch partition=gpu account=abc"
+            )
+        elif option == "--sbatch" and word.endswith(".toml") and "=" not in word:
+            raise ConfigError(
+                f"--sbatch takes all words up to the next option, also {word}: write "
+                "this file before the options"
+            )
 
 
 def _split_overrides(argv: Sequence[str], options: type) -> list[str]:

@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -22,7 +23,10 @@ from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from titan_disp.checks import check_device, check_inputs, check_ranks
@@ -153,7 +157,8 @@ def _start_ranks(
                 f"little memory. The same command {then}"
             )
         print(f"titan-disp: {status}; logs of all ranks: {logs}", file=sys.stderr)
-        reason = _last_error(logs, rank)
+        # On a full disk, the logs are empty, but error.json often still fits.
+        reason = _last_error(logs, rank) or _first_line(failure)
         if reason and reason != _last_error(logs, 0):  # rank 0 has printed its own
             print(reason, file=sys.stderr)
         return failure.exitcode if 0 < failure.exitcode < 256 else 1
@@ -243,6 +248,14 @@ def _ranks() -> list[int]:
     return children
 
 
+def _first_line(failure: ProcessFailure) -> str | None:
+    """Return the error that a rank has left for torchrun, or None."""
+    if not failure.error_file_data:
+        return None
+    first, _, _ = str(failure.message).strip().partition("\n")
+    return f"titan-disp: error: {first}"
+
+
 def _last_error(logs: str, rank: int) -> str | None:
     files = sorted(
         Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"),
@@ -283,15 +296,29 @@ resv-ports segment signal sockets-per-node spread-job stepmgr switches test-only
 thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid usage
 use-min-nodes verbose wait wait-all-nodes wckey wrap
 """
+# Those that need no value
+SBATCH_FLAGS = """
+contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue overcommit
+oversubscribe parsable propagate quiet reboot requeue spread-job stepmgr test-only usage
+use-min-nodes verbose wait
+"""
 # From this similarity on, an unknown option is taken for a misspelled one. Other unknown
 # options, such as container-image, may be those of a cluster's plugins.
 MISSPELLED = 0.85
 
 
 def check_sbatch_option(option: str) -> None:
-    """Raise ConfigError if an option of sbatch is misspelled, such as "accuont=abc"."""
+    """Raise ConfigError if an option of sbatch is misspelled, such as "accuont=abc", or
+    lacks its value.
+    """
     names = SBATCH_OPTIONS.split()
-    name, _, _ = option.lstrip("-").partition("=")
+    name, equals, _ = option.lstrip("-").partition("=")
+    # Without a value, sbatch would take the next option as the value.
+    if name in names and name not in SBATCH_FLAGS.split() and not equals:
+        raise ConfigError(
+            f"--sbatch {option} has no value: write --sbatch {name}=VALUE, with the "
+            "equals sign"
+        )
     # sbatch accepts an option's beginning, too.
     if any(long_name.startswith(name) for long_name in names):
         return
@@ -368,6 +395,36 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
         words.append(f"gpus-per-node={options.gpus_per_node}")
     words += [*more, *options.sbatch, f"export={','.join(exported)}"]
     return [f"--{word.lstrip('-')}" for word in words]
+
+
+def check_size(options: SlurmOptions) -> None:
+    """Raise ConfigError if the number of nodes or GPUs is wrong, or a variable that
+    slurm/pretrain.sbatch lists. The job itself would find the latter after its wait.
+    """
+    check_least(options, nodes=1, gpus_per_node=0)
+    supervisor = runpy.run_path(str(SCRIPTS / "supervise.py"))
+    try:
+        supervisor["check_settings"](os.environ)
+    except supervisor["Failure"] as error:
+        raise ConfigError(str(error)) from error
+
+
+def _warn_without_gpus(options: SlurmOptions, site: Path) -> None:
+    """Print a warning if neither a GPU nor a number of ranks is asked for, so that the
+    job would end at once. A site may also set the number in a file that it includes.
+    """
+    name = "TITAN_DISP_NPROC"
+    if (
+        options.gpus_per_node == 0
+        and not os.environ.get(name)
+        and name not in site.read_text(errors="replace")
+    ):
+        print(
+            f"warning: --gpus-per-node is 0, and neither this shell nor {site} sets "
+            f"{name}, the number of ranks per node. On nodes without GPUs, the job "
+            f"ends at once. Cancel it, export {name}=1, and submit again",
+            flush=True,
+        )
 
 
 def site_file(site: str) -> Path:
@@ -482,6 +539,7 @@ def submit(options: SubmitOptions) -> int:
     """Print the plan, write what the job will run to RUN/launch, submit the job, and
     return sbatch's exit status.
     """
+    check_size(options)
     job_config = load_config(options.argv)
     spares = os.environ.get("TITAN_DISP_SPARES") or "0"
     if not (spares.isdecimal() and int(spares) < options.nodes):
@@ -496,6 +554,7 @@ def submit(options: SubmitOptions) -> int:
     print(plan_job(job_config, training, options), flush=True)
     _warn_of_refusal(job_config)
     site = site_file(options.site)
+    _warn_without_gpus(options, site)
     if options.dry_run:
         _look_at(Path(job_config.job.dump_folder).absolute())
         return send(
