@@ -74,7 +74,8 @@ def stop_signals(heard: Callable[[int, FrameType | None], None]) -> Iterator[Non
         with contextlib.suppress(ValueError):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    stack.callback(signal.signal, number, signal.signal(number, once))
+                    former = signal.signal(number, once)
+                    stack.callback(signal.signal, number, former)
         yield
 
 
@@ -116,7 +117,9 @@ def _log_folder(job_config: JobConfig) -> Iterator[str]:
 def _start_ranks(
     argv: Sequence[str], job_config: JobConfig, nproc: int, logs: str
 ) -> int:
-    """Run torchrun with a checked config, and return the exit status of ``launch``."""
+    """Run torchrun with a checked config, and return the exit status that ``launch``
+    describes.
+    """
     settings = LaunchConfig(
         # Lines have no prefix, because only one rank writes to the console.
         role="",
@@ -257,6 +260,9 @@ def _first_line(failure: ProcessFailure) -> str | None:
 
 
 def _last_error(logs: str, rank: int) -> str | None:
+    """Return the last line with an error of titan-disp in the newest log of a rank, or
+    None. ``logs`` has a folder for each start, in the layout of torchrun.
+    """
     files = sorted(
         Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"),
         key=lambda p: p.stat().st_mtime,
@@ -302,14 +308,20 @@ contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue overco
 oversubscribe parsable propagate quiet reboot requeue spread-job stepmgr test-only usage
 use-min-nodes verbose wait
 """
+# Those that titan-disp sets, with what to type instead
+OWN_OPTIONS = {
+    "nodes": "--nodes N",
+    "gpus-per-node": "--gpus-per-node N",
+    "export": "export NAME=VALUE in this shell, because the job gets all of its variables",
+}
 # From this similarity on, an unknown option is taken for a misspelled one. Other unknown
 # options, such as container-image, may be those of a cluster's plugins.
 MISSPELLED = 0.85
 
 
 def check_sbatch_option(option: str) -> None:
-    """Raise ConfigError if an option of sbatch is misspelled, such as "accuont=abc", or
-    lacks its value.
+    """Raise ConfigError if an option of sbatch is misspelled, such as "accuont=abc",
+    lacks its value, or is one that titan-disp sets.
     """
     names = SBATCH_OPTIONS.split()
     name, equals, _ = option.lstrip("-").partition("=")
@@ -318,6 +330,10 @@ def check_sbatch_option(option: str) -> None:
         raise ConfigError(
             f"--sbatch {option} has no value: write --sbatch {name}=VALUE, with the "
             "equals sign"
+        )
+    if name in OWN_OPTIONS:
+        raise ConfigError(
+            f"--sbatch {option}: titan-disp sets this option. Write {OWN_OPTIONS[name]}"
         )
     # sbatch accepts an option's beginning, too.
     if any(long_name.startswith(name) for long_name in names):
@@ -375,7 +391,8 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
     """Return the command-line options of sbatch.
 
     ``more``: further options, without dashes. Raises ConfigError if an option is
-    misspelled, or if a path that the job gets as a variable has a comma.
+    misspelled, lacks its value or is set here, if the time limit is too short, or if the path of the
+    site or of Python has a comma.
     """
     for option in options.sbatch:
         check_sbatch_option(option)
@@ -453,7 +470,10 @@ def send(
     line: Sequence[str], dry_run: bool, undo: Callable[[], object] = lambda: None
 ) -> int:
     """Print an sbatch command, run it unless this is a dry run, and return the exit
-    status. ``undo`` is called if sbatch refuses the job.
+    status.
+
+    ``undo`` is called if sbatch says that it has not submitted the job, or if there is
+    no sbatch. Then, ConfigError is raised.
     """
     print(f"\n{shlex.join(line)}", flush=True)
     if dry_run:
@@ -469,7 +489,8 @@ def send(
             "--dry-run"
         ) from error
     print(done.stderr, end="", file=sys.stderr, flush=True)
-    # After a time-out, the job may exist. With --wait, sbatch's status is the job's.
+    # The message decides, because with --wait, sbatch's status is the job's. After a
+    # time-out, the job may exist.
     if "submission failed" in done.stderr and "timed out" not in done.stderr:
         undo()
     return done.returncode
@@ -501,7 +522,8 @@ def plan_job(job_config: JobConfig, machine: Machine, options: SlurmOptions) -> 
 
 
 def _look_at(run: Path) -> None:
-    """Check that a run folder can be written, by creating and removing a temporary folder.
+    """Raise ConfigError if a run folder cannot be written. This is found out by creating
+    and removing a temporary folder.
 
     On a machine without sbatch, which may have other disks than the cluster, only print
     a warning.

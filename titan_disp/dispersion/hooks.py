@@ -258,7 +258,7 @@ class attach(AbstractContextManager["attach"]):
             self._hooks.enter_context(hook)
 
     def __repr__(self) -> str:
-        """Return a text with the names of the blocks, λ and the loss."""
+        """Return a text with the names of the blocks, λ and the variant."""
         return (
             f"<attach: {', '.join(self._blocks)}; coeff={self.coeff}, "
             f"variant={self._dispersion.variant!r}>"
@@ -348,7 +348,7 @@ class attach(AbstractContextManager["attach"]):
                 name: x for name, x in inputs.items() if isinstance(x, Tensor)
             }
             self._outputs = []
-            self._why_missing = RAISED
+            self._why_missing = RAISED  # until _succeed is called
 
     def _take(self, name: str, z: Tensor) -> None:
         if self._in_forward and torch.is_grad_enabled():
@@ -359,6 +359,7 @@ class attach(AbstractContextManager["attach"]):
             self._why_missing = NOT_CALLED
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """End a forward pass, also one that raised, whose outputs are dropped."""
         self._in_forward = False
         if self._why_missing == RAISED:
             self._outputs = []
@@ -434,7 +435,10 @@ def _valid(
 
 
 def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
-    """Return the modules with these names, by name. A list stands for its modules."""
+    """Return the modules with these names, by name. A list stands for its modules.
+
+    Raises ValueError if a name is unknown or no string, or if there are no names.
+    """
     modules = dict(model.named_modules())
     blocks = Modules()
     names = layers
