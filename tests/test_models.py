@@ -484,7 +484,7 @@ def test_odd_rows_of_gpt2_under_tensor_parallelism():
     """It has 2,049 rows and 64 columns, and positions for 1,024 tokens."""
     for ranks, told in (
         (16, None),
-        (12, "2049 rows of .* 'nano', and its 64 columns, .* are not a multiple of 6 "),
+        (12, "2049 rows of .* 'nano', and the 64 columns, .* are not a multiple of 6 "),
     ):
         words = (
             "--training.seq_len",

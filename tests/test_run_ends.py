@@ -284,7 +284,7 @@ def two_ranks_end(sample, folder):
     run = Path(folder) / "full"
     with pytest.raises(
         CheckpointError,
-        match="the checkpoint of step 8 could not be saved.*last good one is step 4",
+        match="the checkpoint of step 8 could not be saved.*last good checkpoint is step 4",
     ):
         train(sample, run, *saving, "30", faults="nospace:8-30@1,await_save:9-30@1")
     assert max(read_metrics(run)) < 12
