@@ -391,7 +391,7 @@ class TestOnDisk:
         )
         assert unknown.startswith("is not in the index, or was indexed with other")
 
-    def test_an_index_that_cannot_be_used(self, corpus):
+    def test_an_index_that_cannot_be_used(self, corpus, caplog):
         # of another version
         other = {"facts": '{"other": 1}', "hashes": np.zeros(1), "blocks": np.zeros(1)}
         for damage in (
@@ -406,6 +406,10 @@ class TestOnDisk:
                 ConfigError, match="3 files of the data, .* which is not in the index"
             ):
                 self.files(corpus)
+        # The first and the last damage have a reason; a missing index has none.
+        assert "npz cannot be read: ValueError: " in caplog.text
+        assert "npz cannot be read: TypeError: " in caplog.text
+        assert "FileNotFoundError" not in caplog.text
         shutil.rmtree(corpus / FOLDER)
         with pytest.raises(
             ConfigError, match="which does not exist: it does not cover 3 files"

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torchtitan.tools.logging import logger
 
 from titan_disp.data import formats, token_ids
 from titan_disp.data.blocks import Blocks
 from titan_disp.data.documents import Documents
 from titan_disp.data.listing import DataFile
 from titan_disp.data.options import StreamOptions
-from titan_disp.errors import ConfigError, counted
+from titan_disp.errors import ConfigError, counted, first_line
 from titan_disp.files import atomic_write, sha256_of
 
 VERSION = 1
@@ -207,7 +208,10 @@ def _load(path: Path, with_hashes: bool) -> FileIndex | None:
                 hashes = stored["hashes"]
             facts = json.loads(str(stored["facts"]))
             return FileIndex(**facts, hashes=hashes, blocks=stored["blocks"])
-    except Exception:  # numpy and zipfile raise errors of all types
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # numpy and zipfile raise errors of all types
+        logger.warning(f"the index {path} cannot be read: {first_line(error)}")
         return None
 
 
