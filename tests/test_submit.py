@@ -401,8 +401,8 @@ def test_what_would_fail_is_not_submitted(
     [
         ("--gpus-per-node -1", "--gpus-per-node is -1, expected at least 0"),
         ("--sbatch partition gpu", "--sbatch partition has no value: write --sbatch "),
-        ("--sbatch nodes=8", "titan-disp sets this option. Write --nodes N"),
-        ("--sbatch export=A=1", "titan-disp sets this option. Write export NAME="),
+        ("--sbatch nodes=8", "nodes is set by titan-disp. Write --nodes N"),
+        ("--sbatch export=A=1", "export is set by titan-disp. Write export NAME="),
         ("--sbatch exclusive qos", "--sbatch qos has no value: write --sbatch qos="),
         ("--partition=gpu", "is an option of sbatch: write --sbatch partition=gpu"),
         ("--sbatch --qos high", "is an option of sbatch: write --sbatch qos=VALUE"),

@@ -333,7 +333,7 @@ def check_sbatch_option(option: str) -> None:
         )
     if name in OWN_OPTIONS:
         raise ConfigError(
-            f"--sbatch {option}: titan-disp sets this option. Write {OWN_OPTIONS[name]}"
+            f"--sbatch {option}: {name} is set by titan-disp. Write {OWN_OPTIONS[name]}"
         )
     # sbatch accepts an option's beginning, too.
     if any(long_name.startswith(name) for long_name in names):
