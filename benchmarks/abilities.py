@@ -5,25 +5,25 @@ document.
     python -m benchmarks.abilities train_configs/sweeps/condensing.toml data/evidence/test VALUES.csv
 
 All runs of the sweep must be finished. The file has the columns of the one that
-``titan-disp sweep table`` writes, and ``benchmarks.preregistered`` reads it. This takes
-about 10 s per run on a CPU.
+``titan-disp sweep table`` writes, and ``benchmarks.preregistered`` reads it.
 """
 
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import pandas
 import torch
 import tyro
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import linear, normalize
 from tyro.conf import Positional
 
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import Encode, LoadedModel, find_targets
 from titan_disp.lab.inspection.texts import read_texts
+from titan_disp.lab.sweeps.comparison import VALUE_COLUMNS, Member, value_row
 from titan_disp.lab.sweeps.definition import points, read_sweep
+from titan_disp.text import csv_text
 
 BATCH = 32  # sequences
 CPU = torch.device("cpu")
@@ -54,19 +54,11 @@ def main(
         halves = read_halves(texts, target.encode, documents)
         outcomes = abilities(target.load(CPU, "float32"), halves)
         print(run.name, *(f"{name} {value:.4f}" for name, value in outcomes.items()))
-        seeds = " ".join(f"{key}={value}" for key, value in sorted(run.seeds.items()))
-        rows += [
-            {
-                "run": run.name,
-                "point": run.condition,
-                "seeds": seeds,
-                "metric": metric,
-                "value": value,
-                "missing": "",
-            }
-            for metric, value in outcomes.items()
-        ]
-    pandas.DataFrame(rows).to_csv(out, index=False)
+        seeds = tuple(sorted(run.seeds.items()))
+        for metric, value in outcomes.items():
+            member = Member(run.name, seeds, value)
+            rows.append(value_row(member, run.condition, metric))
+    out.write_text(csv_text([VALUE_COLUMNS, *rows]))
 
 
 def read_halves(texts: Sequence[str], encode: Encode, documents: int) -> Tensor:
@@ -100,7 +92,8 @@ def abilities(model: LoadedModel, halves: Tensor) -> dict[str, float]:
     sequences = halves.flatten(0, 1)
     for tokens in sequences.split(BATCH):
         h = model.forward(tokens)
-        guesses = model.head(h[:, :-1]).argmax(-1)
+        # Of a run's model, the output layer returns its input, so its weights are used.
+        guesses = linear(h[:, :-1], model.head.weight, model.head.bias).argmax(-1)
         right += int((guesses == tokens[:, 1:]).sum())
         means.append(h.double().mean(1))
     pooled = torch.cat(means).view(2, halves.shape[1], -1)

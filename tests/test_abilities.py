@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 
 import numpy as np
 import pandas
@@ -11,11 +12,13 @@ import torch
 from benchmarks import abilities
 from benchmarks.preregistered import main as print_results
 from tests.saved_run import random_model, save_run
+from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.errors import ConfigError
 from titan_disp.lab.inspection.targets import find_targets
 
 DOCUMENTS = 6
 HALF = 20  # tokens
+WORDS = ["the", "cat", "saw", "a", "dog", "near", "its", "old", "house", "while"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +30,24 @@ def short_halves(monkeypatch):
 def text(tmp_path_factory):
     """A folder of documents, two of which are too short."""
     folder = tmp_path_factory.mktemp("text")
-    words = ["the", "cat", "saw", "a", "dog", "near", "its", "old", "house", "while"]
     generator = np.random.default_rng(0)
     with gzip.open(folder / "c4-validation.00000-of-00001.json.gz", "wt") as file:
         for length in (500, 3, 500, 500, 5, 500, 500, 500):
-            line = " ".join(generator.choice(words, length))
+            line = " ".join(generator.choice(WORDS, length))
             file.write(json.dumps({"text": line}) + "\n")
     return folder
+
+
+def biased_model(sample, std):
+    """A model that predicts the text's most frequent token in about half of all places,
+    which is sometimes right.
+    """
+    model = random_model(std=std)
+    tokenizer = load_tokenizer(str(sample / "tokenizer"))
+    [(frequent, _)] = Counter(tokenizer.plain(" ".join(WORDS))).most_common(1)
+    with torch.no_grad():
+        model.output.weight[frequent] *= 100
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +55,7 @@ def sweep(sample, tmp_path_factory):
     """A sweep whose two runs, on and off, have models of different random weights."""
     folder = tmp_path_factory.mktemp("runs")
     for std, name in ((0.1, "on_seed-1"), (0.2, "off_seed-1")):
-        save_run(folder / name, random_model(std=std), sample / "tokenizer")
+        save_run(folder / name, biased_model(sample, std), sample / "tokenizer")
     file = folder / "sweep.toml"
     file.write_text(
         f"[sweep]\nconfig = 'demo.toml'\nfolder = {json.dumps(str(folder))}\n"
@@ -51,7 +65,7 @@ def sweep(sample, tmp_path_factory):
     return file
 
 
-def test_next_tokens_of_a_sweep(sweep, text, tmp_path, capsys):
+def test_next_tokens_of_a_sweep(sample, sweep, text, tmp_path, capsys):
     out = tmp_path / "values.csv"
     abilities.main(sweep, str(text), out, DOCUMENTS)
     rows = pandas.read_csv(out)
@@ -61,7 +75,7 @@ def test_next_tokens_of_a_sweep(sweep, text, tmp_path, capsys):
     texts = abilities.read_texts(text=None, dataset=str(text), seed=0)
     halves = abilities.read_halves(texts, target.encode, DOCUMENTS)
     assert halves.shape == (2, DOCUMENTS, HALF)
-    model = random_model(std=0.1)
+    model = biased_model(sample, std=0.1)
     right = 0
     for document in range(DOCUMENTS):
         for half in (0, 1):
@@ -70,6 +84,7 @@ def test_next_tokens_of_a_sweep(sweep, text, tmp_path, capsys):
                 logits = model(ids[None])[0]
             right += sum(logits[i].argmax() == ids[i + 1] for i in range(HALF - 1))
     accuracy = float(right) / (2 * DOCUMENTS * (HALF - 1))
+    assert 0 < accuracy < 0.5
     assert rows.value[0] == pytest.approx(accuracy)
     two_seeds = pandas.concat([rows, rows.assign(seeds="2")])
     two_seeds.to_csv(out, index=False)

@@ -214,7 +214,8 @@ class LoadedModel:
     Attributes:
         forward: maps [B, N] token ids to the output of the final norm, and runs
             ``blocks`` in order.
-        head: output layer, or None.
+        head: output layer, or None. Only its weights may be used, because the output
+            layer of a run's model then returns its input.
         untrain: replaces the weights by initial weights, drawn from a seed.
         layer_count: number of blocks + 2.
         parameters: number of parameters; a tied embedding counts once.

@@ -415,24 +415,32 @@ def to_csv(comparison: SweepComparison) -> str:
     return csv_text(rows)
 
 
+VALUE_COLUMNS = ("run", "point", "seeds", "metric", "value", "missing")
+
+
+def value_row(member: Member, condition: str, metric: str) -> Sequence[Any]:
+    """Return the cells of a run's row in values.csv, in the order of
+    ``VALUE_COLUMNS``.
+    """
+    seeds = " ".join(f"{key}={value}" for key, value in member.seeds)
+    return (
+        member.name,
+        condition,
+        seeds,
+        metric,
+        member.value,
+        member.missing,
+    )
+
+
 def values_csv(comparison: SweepComparison) -> str:
     """Return CSV with a row for each run: the value of its metric, or the reason why the
     value is missing.
     """
-    rows: list[list[Any]] = [["run", "point", "seeds", "metric", "value", "missing"]]
+    rows: list[Sequence[Any]] = [VALUE_COLUMNS]
     for condition in comparison.conditions:
         for member in condition.members:
-            seeds = " ".join(f"{key}={value}" for key, value in member.seeds)
-            rows.append(
-                [
-                    member.name,
-                    condition.name,
-                    seeds,
-                    comparison.metric,
-                    member.value,
-                    member.missing,
-                ]
-            )
+            rows.append(value_row(member, condition.name, comparison.metric))
     return csv_text(rows)
 
 
