@@ -30,6 +30,12 @@ Bounds = Callable[
 ]  # takes both ends of an interval
 
 
+def described(outcome: np.ndarray, level: float) -> str:
+    """Return the mean with Student's interval, as text, given an outcome [seeds]."""
+    bounds = f"{level:.0%} interval {ends(outcome, level)}"
+    return f"{outcome.mean():+.4f} ({bounds}, {len(outcome)} seeds)"
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A prediction about Student's interval of the mean over the seeds."""
@@ -49,8 +55,7 @@ class Prediction:
             words = "falsified" + " (as to its size)" * bool(self.holds(low, high))
         elif self.holds(low, high):
             words = "holds"
-        ends = f"{self.level:.0%} interval {low:+.4f} … {high:+.4f}"
-        return f"{outcome.mean():+.4f} ({ends}, {len(outcome)} seeds): {words}"
+        return f"{described(outcome, self.level)}: {words}"
 
     def power(self, effect: float, deviation: float) -> float:
         """Return the fraction of simulated experiments in which the prediction holds, if
@@ -142,8 +147,7 @@ def main(files: Positional[tuple[str, ...]]) -> None:
             print(f"{name}: {PREDICTIONS[name].verdict(outcome)}")
     for metric, outcome in secondary(values).items():
         if len(outcome) > 1:
-            interval_of_mean = f"{outcome.mean():+.4f} (95% interval {ends(outcome)}"
-            print(f"{metric}: {interval_of_mean}, {len(outcome)} seeds)")
+            print(f"{metric}: {described(outcome, 0.95)}")
 
 
 if __name__ == "__main__":
