@@ -255,7 +255,8 @@ def first_error(run, start):
     without a message, because a rank that is killed leaves none.
     """
     errors = []
-    for _, _, path in of_ranks(run, start, "error.json"):
+    paths = [path for _, _, path in of_ranks(run, start, "error.json")]
+    for path in paths:
         # A node that died may have left an unfinished file, which must not hide the
         # others.
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
@@ -265,9 +266,7 @@ def first_error(run, start):
             errors.append((when, f"{text} ({path})"))
     _, text = min(errors, default=(0, ""))
     if LOST_PEER.search(text):
-        failed = {
-            os.path.dirname(path) for _, _, path in of_ranks(run, start, "error.json")
-        }
+        failed = set(map(os.path.dirname, paths))
         silent = [
             f"node {node} rank {rank}"
             for node, rank, path in of_ranks(run, start, "stderr.log")

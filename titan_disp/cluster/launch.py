@@ -414,7 +414,7 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
     return [f"--{word.lstrip('-')}" for word in words]
 
 
-def check_size(options: SlurmOptions) -> None:
+def check_request(options: SlurmOptions) -> None:
     """Raise ConfigError if the number of nodes or GPUs is wrong, or a variable that
     slurm/pretrain.sbatch lists. The job itself would find the latter after its wait.
     """
@@ -561,10 +561,10 @@ def submit(options: SubmitOptions) -> int:
     """Print the plan, write what the job will run to RUN/launch, submit the job, and
     return sbatch's exit status.
     """
-    check_size(options)
+    check_request(options)
     job_config = load_config(options.argv)
     spares = os.environ.get("TITAN_DISP_SPARES") or "0"
-    if not (spares.isdecimal() and int(spares) < options.nodes):
+    if int(spares) >= options.nodes:
         raise ConfigError(
             f"TITAN_DISP_SPARES is {spares!r}, expected a whole number below --nodes "
             f"{options.nodes}"

@@ -453,7 +453,8 @@ def make_plan(
         raise ConfigError(". ".join(filter(None, [str(errors[0]), end])))
     if strict:
         missing = problems
-    missing = missing or Problems(collect=True)
+    elif missing is None:
+        missing = Problems(collect=True)
     listed: list[tuple[DataSet, list[DataFile]]] = []
     of_data: list[str] = []
     problems.pass_(lambda: listed.extend(listed_inputs(job_config, missing, of_data)))

@@ -23,7 +23,7 @@ from titan_disp.checks import (
     resolve_tables,
 )
 from titan_disp.cluster.freeze import SCRIPTS
-from titan_disp.cluster.launch import check_size, command, plan_job, send
+from titan_disp.cluster.launch import check_request, command, plan_job, send
 from titan_disp.config.batch import data_parallel_degree, last_step
 from titan_disp.config.command_options import SweepOptions
 from titan_disp.config.load import load_config
@@ -354,7 +354,7 @@ def submit(sweep: Sweep, options: SweepOptions) -> int:
     safe to submit again while an array waits or runs: the second of two tasks with the
     same point ends at once.
     """
-    check_size(options)
+    check_request(options)
     prepared = prepare(
         sweep,
         options.nodes * max(1, options.gpus_per_node),
