@@ -147,6 +147,49 @@ def test_torchs_own_encoder():
     )
 
 
+ADDITIVE = torch.zeros(TOKENS.shape).masked_fill(~TOKENS, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    "mask", [TOKENS, TOKENS.long(), TOKENS.double(), ADDITIVE, ADDITIVE.clamp(-1e4)]
+)
+def test_masks_of_all_kinds(mask):
+    model = encoder(batch_first=True)
+    z = torch.randn(4, 12, 16).double()
+    zs = []
+    handle = attach(model, coeff=1)
+    model(z)
+    handle.mask = mask
+    for layer in model.layers:
+        zs.append(z := layer(z))
+    close(handle.loss(), dispersion_losses(zs, valid=TOKENS).mean())
+
+
+@pytest.mark.parametrize("name", ["src_key_padding_mask", "attention_mask"])
+@pytest.mark.parametrize("tokens", [TOKENS, torch.ones_like(TOKENS)])
+def test_additive_masks_of_the_model(name, tokens):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = encoder(batch_first=True).layers
+
+        def forward(self, z, **mask):
+            for layer in self.layers:
+                z = layer(z)
+            return z
+
+    handle = attach(model := Masked())
+    z = torch.randn(4, 12, 16).double()
+    additive = torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf)
+    model(z, **{name: additive})
+    loss = handle.loss()
+    model(z)
+    handle.mask = tokens
+    close(loss, handle.loss())
+    model(z[:0], **{name: additive[:0]})
+    assert handle.loss(torch.ones(0).double()) == 0
+
+
 def test_a_decoder_of_torch():
     layer = nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)
     model = nn.TransformerDecoder(layer, 2).double()

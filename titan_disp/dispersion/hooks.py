@@ -38,8 +38,9 @@ NOT_CALLED = (
     "has run before attach, call torch._dynamo.reset() after it"
 )
 
-# Arguments of models that are masks. An attention_mask is not 0 at tokens. torch's
-# key_padding_mask is 0 at tokens.
+# Arguments of models that are masks. A bool or integer attention_mask is not 0 at tokens,
+# and torch's key_padding_mask is 0 at tokens. A floating-point mask without positive
+# numbers is additive: it is added to the scores of attention, and 0 at tokens.
 MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
 # A model with two sequences has one of these sets of arguments.
 TWO_SEQUENCES = ({"decoder_input_ids"}, {"src", "tgt"})
@@ -178,7 +179,8 @@ class attach(AbstractContextManager["attach"]):
     Attributes:
         step: the step from which the sampled estimator draws its positions. Every call
             of ``loss`` adds 1.
-        mask: [B, N], not 0 at tokens, for the next ``loss`` only. None: the
+        mask: [B, N] for the next ``loss`` only, either not 0 at tokens and 0 elsewhere,
+            or additive: 0 at tokens and negative elsewhere. None: the
             ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
             the model's inputs, or of a dict that is the first input. Without a mask,
             all positions are tokens.
@@ -429,6 +431,9 @@ def _valid(
             f"{name} is {_shape(mask)}, expected a tensor {list(tokens)}: set "
             "handle.mask before loss()"
         )
+    if mask.is_floating_point():
+        is_additive = ~(mask > 0).any()
+        return (mask == 0) == is_additive
     if name.endswith("key_padding_mask"):
         return mask == 0
     return mask != 0
