@@ -92,9 +92,11 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
 def read_values(files: Sequence[str]) -> pandas.DataFrame:
     """Return the values of all files: a row for each combination of seeds, and a column
     for each (metric, condition). Values of missing runs are NaN.
+
+    Raises ValueError if a run has two different values.
     """
-    rows = pandas.concat(map(pandas.read_csv, files))
-    return rows.pivot_table("value", index="seeds", columns=["metric", "point"])
+    rows = pandas.concat(map(pandas.read_csv, files)).drop_duplicates()
+    return rows.pivot(index="seeds", columns=["metric", "point"], values="value")
 
 
 def finished(

@@ -54,7 +54,8 @@ def test_the_rate_s_rules(tmp_path):
     for rate, difference in at_rates.items():
         made_up[f"on_lr-{rate}"] = 5 + difference + SPREAD
     made_up["off_lr-0.0015"] = [4.972] * 8
-    found = outcomes(read_values([values(tmp_path / "a", "validation", made_up)]))
+    file = values(tmp_path / "a", "validation", made_up)
+    found = outcomes(read_values([file, file]))
     assert found["A1"] == pytest.approx([0.016] * 8)
     assert found["A2"] == pytest.approx(-0.03 + SPREAD)
     assert found["A3"] == pytest.approx(0.002 - SPREAD)
@@ -65,6 +66,9 @@ def test_the_rate_s_rules(tmp_path):
     assert verdicts["A2"].startswith("-0.0300 (95% interval -0.0311 … -0.0289")
     assert verdicts["A3"].endswith("8 seeds): seeds are missing")
     assert len(found["B1"]) == len(found["B2"]) == 0
+    other = values(tmp_path / "b", "validation", {"off_lr-0.0015": [4.97]})
+    with pytest.raises(ValueError, match="duplicate"):
+        read_values([file, other])
 
 
 def test_the_doses_rules(tmp_path):
@@ -137,7 +141,7 @@ def test_the_sweeps_are_those_of_the_page():
     a = runs_of("rate", "rate_or_dispersion")
     b = runs_of("condensing", "condensing_dose")
     assert (len(a), len(runs_of("condensing_tuning"))) == (88, 12)
-    assert "That is 88 runs" in PAGE
+    assert "is 88 runs" in PAGE
     assert len(b) == 32 + 24
     assert {condition for condition, _ in b} == set(DOSES)
     seeds = {seed for _, seed in a | b}
