@@ -46,10 +46,10 @@ gpu: setup $(DATA)/README.md
 	  --training.global_batch_size=-1 --parallelism.data_parallel_replicate_degree=1 --parallelism.data_parallel_shard_degree=-1 \
 	  --job.dump_folder=outputs/gpu
 
-# Writes docs/condensation.* and a section of docs/measurements.md from six runs: dispersion off and on, with three seeds.
-# Complete runs in outputs/figure are kept.
+# Writes docs/condensation.png and .json from six runs: dispersion off and on, with three seeds. Complete runs in
+# outputs/figure are kept.
 figure: setup $(DATA)/README.md
-	$(BIN)/python -m benchmarks.figure --nproc $(NPROC) --data $(DATA)
+	$(BIN)/python -m benchmarks.figure --nproc $(NPROC)
 
 # Checks every number of docs/evidence.md, and writes its pictures and docs/evidence.csv, from docs/evidence.jsonl.
 evidence: setup

@@ -1,23 +1,21 @@
-"""Show how embeddings condense and spread again while a small model trains on a CPU, with
+"""Draw how embeddings condense and spread again while a small model trains on a CPU, with
 dispersion off and on.
 
-    make figure                                # docs/condensation.png and .json, and a section of docs/measurements.md
-    python -m benchmarks.figure --seeds 1 --steps 100 --docs outputs/try
+    make figure    # docs/condensation.png and docs/condensation.json
 
-A sweep trains the nano model twice for each seed, with dispersion off and on (λ = 0.1),
-from the same initial weights and on the same data. Complete runs are not trained again,
-and interrupted runs resume. Each run measures held-out sequences while it trains. After
-training, condensation and cross-entropy are measured on more of the validation split.
+The sweep train_configs/sweeps/figure.toml trains the runs. Complete runs are not trained
+again, and interrupted runs resume. Each run measures held-out sequences while it trains.
+After training, condensation and cross-entropy are measured on more of the validation
+split. docs/measurements.md describes the results, and tests/test_figure.py compares its
+numbers with the JSON.
 """
 
 import json
-import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import replace
 from itertools import chain
-from operator import attrgetter, getitem
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,72 +42,70 @@ from titan_disp.lab.report.charts import (
 from titan_disp.lab.report.gather import RunRecord, conditions, gather
 from titan_disp.lab.report.page import lines_of
 from titan_disp.lab.report.series import measured
-from titan_disp.lab.statistics import paired_difference
-from titan_disp.lab.sweeps.definition import Axis, Listed, Sweep, points
-from titan_disp.lab.sweeps.runner import run, summary
-from titan_disp.templates import templates
+from titan_disp.lab.sweeps import runner
+from titan_disp.lab.sweeps.definition import points, read_sweep
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "measurements.md"
-MARKER = "<!-- make figure writes what follows -->\n"
-STATES = ("off", "on")
-COEFF = 0.1  # λ
+STATES = ("off", "on")  # conditions of the sweep
 BATCH = 16  # number of sequences whose logits are in memory at a time
-# The sample corpus is the documentation of this version of Python.
-PYTHON = ".".join(platform.python_version_tuple()[:2])
 
 
-@dataclass
-class Options:
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of the initial weights and of the order of the data."""
-    steps: int = 300
-    nproc: int = 2
-    """Number of ranks that train."""
-    sequences: int = 64
-    """Sequences for the measurement after training, of 256 tokens as in training."""
-    runs: Path = Path("outputs/figure")
-    data: Path = Path("data/sample")
-    """The sample corpus, written by titan-disp sample-data."""
-    docs: Path = Path("docs")
+def main(
+    sweep: Path = ROOT / "train_configs" / "sweeps" / "figure.toml",
+    docs: Path = ROOT / "docs",
+    nproc: int = 2,
+    sequences: int = 64,
+) -> None:
+    """Train the runs that are missing, then draw and write the results.
 
-
-def train(options: Options) -> dict[str, list[Path]]:
-    """Train all runs to the end, and return their folders in the order of the seeds, by
-    state (off, on).
+    Args:
+        sweep: file of a sweep with the conditions off and on.
+        docs: folder of the results.
+        nproc: number of ranks that train.
+        sequences: sequences for the measurement after training.
     """
-    sweep = Sweep(
-        config=str(ROOT / "train_configs" / "demo_cpu.toml"),
-        folder=options.runs / f"steps-{options.steps}",
-        overrides=(
-            f"--training.steps={options.steps}",
-            f"--training.dataset_path={options.data}",
-            f"--model.hf_assets_path={options.data / 'tokenizer'}",
-            f"--dispersion.coeff={COEFF}",
-        ),
-        listed=(
-            Listed("off", ("--dispersion.no-enabled",)),
-            Listed("on", ("--dispersion.enabled",)),
-        ),
-        axes=(Axis(("debug.seed", "stream.seed"), options.seeds),),
-    )
-    outcomes = run(sweep, nproc=options.nproc)
+    definition = read_sweep(sweep)
+    outcomes = runner.run(definition, nproc=nproc)
     if any(result.outcome != "finished" for result in outcomes):
-        raise SystemExit("\n".join(summary(outcomes)))
+        raise SystemExit("\n".join(runner.summary(outcomes)))
+    runs = {}
+    for state in STATES:
+        folders = [p.folder for p in points(definition) if p.condition == state]
+        runs[state] = gather([f"dispersion {state}={','.join(map(str, folders))}"])
+    dataset = runs["off"][0].settings["training.dataset_path"]
+    texts = read_texts(None, dataset, seed=0)
+    content: dict[str, Any] = {
+        "while_training": {"steps": list(runs["off"][0].condensation)},
+        "after_training": {},
+    }
+    for state, of_state in runs.items():
+        content["while_training"][state] = [over_time(run) for run in of_state]
+        content["after_training"][state] = [
+            measure_after(run.path, texts, sequences).to_json() for run in of_state
+        ]
+    docs.mkdir(parents=True, exist_ok=True)
+    draw(runs, docs / "condensation.png")
+    with atomic_write(docs / "condensation.json") as partial:
+        partial.write_text(to_text(content))
+
+
+def over_time(run: RunRecord) -> dict[str, Any]:
+    """Return the mean cosine of every layer and the cross-entropy: lists with an entry per
+    measurement, in the order of steps.
+    """
+    measurements = run.condensation.values()
     return {
-        state: [point.folder for point in points(sweep) if point.condition == state]
-        for state in STATES
+        "mean_cosine": [m.mean_cosine.tolist() for m in measurements],
+        "cross_entropy": [m.cross_entropy for m in measurements],
     }
 
 
-def measure_after(options: Options, run: Path, texts: Sequence[str]) -> Measurement:
+def measure_after(run: Path, texts: Sequence[str], sequences: int) -> Measurement:
     """Return the measurement of a run's newest checkpoint on the validation split."""
     ((name, target),) = find_targets(
         [str(run)], all_steps=False, tokenizer=None
     ).items()
-    tokens = cut_sequences(
-        texts, target.encode, options.sequences, target.max_tokens or 0
-    )
+    tokens = cut_sequences(texts, target.encode, sequences, target.max_tokens or 0)
     model = target.load(torch.device("cpu"), "float32")
     measurement = measure(name, model, tokens, CondensationOptions((), run))
     loss = mean_loss(load_model(find_saved(run)), tokens)
@@ -124,68 +120,6 @@ def mean_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
         for ids in sequences.split(BATCH)
     ]
     return float(torch.cat(losses).double().mean())
-
-
-def results(
-    runs: Mapping[str, Sequence[RunRecord]],
-    after: Mapping[str, Sequence[Measurement]],
-    seeds: Sequence[int],
-) -> dict:
-    """Return all numbers of the page, for JSON.
-
-    ``runs`` and ``after`` have each state's runs, and measurements of their last
-    checkpoints, in the order of the seeds.
-    """
-    first = runs["off"][0]
-    settings = first.settings
-    during = next(iter(first.condensation.values()))
-    last = after["off"][0]
-    while_training: dict[str, Any] = {
-        "interval": settings["condensation.interval"],
-        "sequences": during.sequences,
-        "tokens": during.tokens,
-        "steps": list(first.condensation),
-    }
-    after_training: dict[str, Any] = {
-        "sequences": last.sequences,
-        "tokens": last.tokens,
-    }
-    ranks = set()
-    for state in STATES:
-        while_training[state] = [_over_time(run) for run in runs[state]]
-        after_training[state] = [
-            {**result.to_json(), "mean_cosine_of": result.by_part()["mean_cosine"]}
-            for result in after[state]
-        ]
-        ranks |= {run.environment["world_size"] for run in runs[state]}
-    return {
-        "model": {
-            "flavor": settings["model.flavor"],
-            "parameters": first.parameters,
-            "blocks": during.last_block,
-        },
-        "steps": settings["training.steps"],
-        "tokens_per_step": round(first.tokens_per_step),
-        "epochs": first.rows[-1]["data"]["epochs_read"],
-        "ranks": sorted(ranks),
-        "coeff": COEFF,
-        "python": PYTHON,
-        "seeds": list(seeds),
-        "while_training": while_training,
-        "after_training": after_training,
-    }
-
-
-def _over_time(run: RunRecord) -> dict[str, Any]:
-    """Return the mean cosine of all blocks and of every layer, and the cross-entropy:
-    lists with an entry per measurement, in the order of steps.
-    """
-    measurements = run.condensation.values()
-    return {
-        "blocks": list(map(blocks_mean, measurements)),
-        "mean_cosine": [m.mean_cosine.tolist() for m in measurements],
-        "cross_entropy": [m.cross_entropy for m in measurements],
-    }
 
 
 def to_text(content: Mapping[str, Any]) -> str:
@@ -234,7 +168,6 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
         loc="outside lower center",
         ncols=len(runs),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -250,67 +183,5 @@ def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Measurement]:
     return means
 
 
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return docs/measurements.md, whose last section is written from the JSON alone."""
-    during = content["while_training"]
-    blocks = _by_state(during, "blocks")
-    means = {state: values.mean(0) for state, values in blocks.items()}
-    facts = {
-        "means": means,
-        "peaks": {state: int(mean.argmax()) for state, mean in means.items()},
-        "apart": int((means["off"] - means["on"]).argmax()),
-        "after": _compared(content["after_training"]),
-    }
-    written_by_hand, marker, _ = PAGE.read_text(encoding="utf-8").partition(MARKER)
-    assert marker, f"{PAGE} has no line {MARKER!r}"
-    page = templates(__file__, number=format).get_template("condensation.md.j2")
-    return written_by_hand + MARKER + page.render({**content, **facts})
-
-
-def _by_state(results: Mapping[str, Any], *keys: str) -> dict[str, np.ndarray]:
-    """Return the number with these nested keys, [seeds, …], by state."""
-    return {
-        state: np.array([reduce(getitem, keys, run) for run in results[state]])
-        for state in STATES
-    }
-
-
-COMPARED = {
-    "mean cosine of all blocks": ("mean_cosine_of", "blocks"),
-    "mean cosine of the last block": ("mean_cosine_of", "last_block"),
-    "held-out cross-entropy": ("cross_entropy",),
-}
-
-
-def _compared(after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the numbers of off and on, [seeds], and their mean difference with its 95 %
-    interval, by name.
-    """
-    compared: dict[str, dict[str, Any]] = {}
-    for name, keys in COMPARED.items():
-        numbers = _by_state(after, *keys)
-        difference = paired_difference(numbers["on"], numbers["off"])
-        compared[name] = {**numbers, "difference": difference}
-    return compared
-
-
-def main(options: Options) -> None:
-    folders = train(options)
-    texts = read_texts(None, str(options.data), seed=0)
-    after = {}
-    runs = {}
-    for state, of_state in folders.items():
-        after[state] = [measure_after(options, run, texts) for run in of_state]
-        paths = ",".join(map(str, of_state))
-        runs[state] = gather([f"dispersion {state}={paths}"])
-    draw(runs, options.docs / "condensation.png")
-    text = to_text(results(runs, after, options.seeds))
-    page = markdown(json.loads(text))
-    for name, content in (("condensation.json", text), (PAGE.name, page)):
-        with atomic_write(options.docs / name) as partial:
-            partial.write_text(content, encoding="utf-8")
-    print(page)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    tyro.cli(main)

@@ -1,5 +1,5 @@
-"""make figure: what its page says and its picture shows, against numbers made by hand;
-and the whole of it on short runs. The picture of the formula, against the loss itself.
+"""make figure: what its page says, against the JSON; what its picture shows, against
+numbers made by hand; and the whole of it on short runs. The picture of the formula, against the loss itself.
 """
 
 import json
@@ -21,22 +21,20 @@ from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
 from titan_disp.dispersion import dispersion_loss
 from titan_disp.lab.report.gather import gather
+from titan_disp.lab.sweeps.definition import points, read_sweep
 from titan_disp.run.reader import read_json_lines
 
 DOCS = ROOT / "docs"
+SWEEPS = ROOT / "train_configs" / "sweeps"
 
 
-def test_the_page_is_made_of_the_numbers_beside_it():
-    """Means, ranges and Student's t intervals are computed in another way here."""
+def test_the_page_has_the_numbers_of_the_json():
     content = json.loads((DOCS / "condensation.json").read_text())
-    page = figure.PAGE.read_text()
-    assert page == figure.markdown(content)
-    lines = page.splitlines()
-    said = " ".join(page.split())
+    page = (DOCS / "measurements.md").read_text().partition("## Dispersion off and on")
+    lines = page[2].splitlines()
+    said = " ".join(page[2].split())
     during = content["while_training"]
     after = content["after_training"]
-    cosine = np.array([[run["mean_cosine"] for run in during[s]] for s in STATES])
-    cosine = cosine[..., 1:-1].mean(-1)  # of all blocks: [states, seeds, steps]
     for name, read in (
         (
             "mean cosine of all blocks",
@@ -52,27 +50,36 @@ def test_the_page_is_made_of_the_numbers_beside_it():
         low, high = d.mean() + stats.t.ppf([0.025, 0.975], len(d) - 1) * stats.sem(d)
         numbers = f"{off.mean():.3f} | {on.mean():.3f} | {d.mean():+.3f} | {low:+.3f} to {high:+.3f}"
         assert f"| {name} | {numbers} | {(d < 0).sum()} of 3 seeds |" in lines
-    spans = {}
-    for state in STATES:
-        # blocks 1 to 5 and the final norm, of the embedding, six blocks and the norm
-        layers = [np.delete(one["mean_cosine"], [0, -2]) for one in after[state]]
-        ranks = [stats.spearmanr(range(6), cosines).statistic for cosines in layers]
-        spans[state] = f"{min(ranks):.3f} to {max(ranks):.3f}"
-    assert f"| Spearman's ρ | {spans['off']} | {spans['on']} |" in lines
-    of_seeds = cosine.mean(1)
-    (off, at_off), (on, at_on) = (
-        (mean.max(), during["steps"][mean.argmax()]) for mean in of_seeds
-    )
+    # Of the embedding, six blocks and the final norm, ρ leaves out the output of the last
+    # block before the norm.
+    for name, first in (("Spearman's ρ", 1), ("ρ with the embedding", 0)):
+        spans = []
+        for state in STATES:
+            layers = [np.delete(run["mean_cosine"], -2)[first:] for run in after[state]]
+            ranks = [
+                stats.spearmanr(range(len(cosines)), cosines).statistic
+                for cosines in layers
+            ]
+            spans.append(f"{min(ranks):.3f} to {max(ranks):.3f}")
+        assert f"| {name} | {' | '.join(spans)} |" in lines
+    cosine = np.array([[run["mean_cosine"] for run in during[s]] for s in STATES])
+    off, on = cosine[..., 1:-1].mean((1, 3))  # of all blocks and seeds: [steps]
+    steps = during["steps"]
     assert (
-        f"is {off:.2f} at step {at_off} (off) and {on:.2f} at step {at_on} (on)."
+        f"is {off.max():.2f} at step {steps[off.argmax()]} (off) and "
+        f"{on.max():.2f} at step {steps[on.argmax()]} (on)." in said
+    )
+    apart = (off - on).argmax()
+    assert (
+        f"largest at step {steps[apart]}: {off[apart]:.2f} off and {on[apart]:.2f} on"
         in said
     )
-    apart = (of_seeds[0] - of_seeds[1]).argmax()
-    off, on = of_seeds[:, apart]
-    assert (
-        f"largest at step {during['steps'][apart]}: {off:.2f} off and {on:.2f} on"
-        in said
-    )
+
+
+def test_the_sweep_is_that_of_the_page():
+    names = [p.name for p in points(read_sweep(SWEEPS / "figure.toml"))]
+    assert names == [f"{state}_seed-{seed}" for state in STATES for seed in (1, 2, 3)]
+    assert "seeds 1, 2 and 3" in (DOCS / "measurements.md").read_text()
 
 
 def test_the_loss_after_training_is_the_mean_over_all_tokens():
@@ -173,32 +180,35 @@ def test_the_committed_picture_of_the_formula():
     assert imread(formula_figure.PICTURE).shape[1] >= 1200
 
 
+SWEEP = """
+[sweep]
+config = "train_configs/demo_cpu.toml"
+folder = "{folder}/runs"
+overrides = [
+    "--training.steps=2",
+    "--training.dataset_path={sample}", "--model.hf_assets_path={sample}/tokenizer",
+]
+
+[[points]]
+name = "off"
+overrides = ["--dispersion.no-enabled"]
+
+[[points]]
+name = "on"
+
+[grid]
+"debug.seed, stream.seed" = [5]
+"""
+
+
 @pytest.mark.night
 def test_figure(sample, tmp_path):
-    argv = [
-        sys.executable,
-        "-m",
-        "benchmarks.figure",
-        "--seeds",
-        "5",
-        "--steps",
-        "2",
-        "--nproc",
-        "1",
-    ]
-    argv += [
-        "--data",
-        str(sample),
-        "--runs",
-        str(tmp_path / "runs"),
-        "--docs",
-        str(tmp_path),
-        "--sequences",
-        "2",
-    ]
+    sweep = tmp_path / "sweep.toml"
+    sweep.write_text(SWEEP.format(folder=tmp_path, sample=sample))
+    options = f"--sweep {sweep} --nproc 1 --docs {tmp_path} --sequences 2"
     for _ in range(2):
         done = subprocess.run(
-            argv,
+            [sys.executable, "-m", "benchmarks.figure", *options.split()],
             capture_output=True,
             text=True,
             env=environment(),
@@ -215,12 +225,8 @@ def test_figure(sample, tmp_path):
     (run,) = content["while_training"]["off"]
     assert run["cross_entropy"][-1] == pytest.approx(found["cross_entropy"], abs=0.3)
     assert run["mean_cosine"][-1] == pytest.approx(found["mean_cosine"], abs=0.1)
-    assert (
-        f"| mean cosine of all blocks | {np.mean(found['mean_cosine'][1:-1]):.3f} |"
-        in (tmp_path / "measurements.md").read_text()
-    )
     assert imread(tmp_path / "condensation.png").shape[1] >= 800
-    runs = [path.parent for path in (tmp_path / "runs").glob("*/*/events.jsonl")]
+    runs = [path.parent for path in (tmp_path / "runs").glob("*/events.jsonl")]
     assert {run.name for run in runs} == {"off_seed-5", "on_seed-5"}
     for run in runs:
         assert [e["event"] for e in read_json_lines(run / "events.jsonl")].count(

@@ -438,6 +438,16 @@ def test_variables_are_checked_before_the_job_waits(
     assert f"TITAN_DISP_{name} is {value!r}, expected {expected}" in err
 
 
+def test_an_archive_that_is_not_there(command, monkeypatch, tmp_path):
+    archive = tmp_path / "env.tar"
+    monkeypatch.setenv("TITAN_DISP_ENV_ARCHIVE", str(archive))
+    code, out, err = command(80)
+    assert (code, "pretrain.sbatch" in out) == (2, False)
+    assert f"TITAN_DISP_ENV_ARCHIVE is '{archive}', which is no file" in err
+    archive.touch()
+    assert command(80)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("nproc", "site", "warned"),
     [("", "", True), ("1", "", False), ("", "export TITAN_DISP_NPROC=2", False)],

@@ -424,6 +424,12 @@ def check_request(options: SlurmOptions) -> None:
         supervisor["check_settings"](os.environ)
     except supervisor["Failure"] as error:
         raise ConfigError(str(error)) from error
+    archive = os.environ.get("TITAN_DISP_ENV_ARCHIVE")
+    if archive and not Path(archive).is_file():
+        raise ConfigError(
+            f"TITAN_DISP_ENV_ARCHIVE is {archive!r}, which is no file: set it to the .tar "
+            "of the environment (slurm/README.md), or unset it"
+        )
 
 
 def _warn_without_gpus(options: SlurmOptions, site: Path) -> None:
