@@ -4,7 +4,7 @@ document.
 
     python -m benchmarks.abilities train_configs/sweeps/condensing.toml data/evidence/test VALUES.csv
 
-All runs of the sweep must be finished. The file has the columns of the one that
+All runs of the sweep must be finished. VALUES.csv has the columns of the file that
 ``titan-disp sweep table`` writes, and ``benchmarks.preregistered`` reads it.
 """
 
@@ -23,12 +23,13 @@ from titan_disp.lab.inspection.targets import Encode, LoadedModel, find_targets
 from titan_disp.lab.inspection.texts import read_texts
 from titan_disp.lab.sweeps.comparison import VALUE_COLUMNS, Member, value_row
 from titan_disp.lab.sweeps.definition import points, read_sweep
+from titan_disp.lab.sweeps.preparation import state
 from titan_disp.text import csv_text
 
 BATCH = 32  # sequences
 CPU = torch.device("cpu")
 HALF = 128  # tokens; the models are trained on sequences of 256
-SEED = 0  # of the order of documents
+SEED = 0  # determines the order of the documents
 
 
 def main(
@@ -37,17 +38,20 @@ def main(
     out: Positional[Path],
     documents: int = 512,
 ) -> None:
-    """Write the outcomes of all runs.
+    """Write the outcomes of all runs, or raise ConfigError if a run has not finished.
 
     Args:
         sweep: file of a sweep.
         dataset: folder of text that no run was trained on.
         out: CSV file to write.
-        documents: number of documents to read. Those of less than 256 tokens are skipped.
+        documents: number of documents to use. Those of fewer than 256 tokens are skipped.
     """
     texts = read_texts(text=None, dataset=dataset, seed=SEED)
     rows = []
     for run in points(read_sweep(sweep)):
+        word, detail = state(run.folder)
+        if word != "finished":
+            raise ConfigError(f"{run.name} is not finished: {word}: {detail}")
         [target] = find_targets(
             [str(run.folder)], all_steps=False, tokenizer=None
         ).values()
@@ -62,8 +66,8 @@ def main(
 
 
 def read_halves(texts: Sequence[str], encode: Encode, documents: int) -> Tensor:
-    """Return the token ids of the first and the second half of the first long enough
-    documents, [2, documents, HALF] int64.
+    """Return token ids [2, documents, HALF] int64: the first HALF tokens of the documents
+    that are long enough, and the next HALF tokens.
 
     Raises ConfigError if there are fewer such documents.
     """
@@ -84,15 +88,15 @@ def abilities(model: LoadedModel, halves: Tensor) -> dict[str, float]:
 
     next_token_accuracy is the fraction of tokens that the model ranks first, given the
     earlier tokens of the half. retrieval is the fraction of first halves whose nearest
-    second half is of the same document, by the cosine of the final norm's mean output.
-    Before retrieval_centered, the mean over all halves is subtracted.
+    second half is of the same document, by the cosine of the outputs of the final norm,
+    averaged over tokens. retrieval_centered first subtracts the mean over all halves.
     """
     means = []
     right = 0
     sequences = halves.flatten(0, 1)
     for tokens in sequences.split(BATCH):
         h = model.forward(tokens)
-        # Of a run's model, the output layer returns its input, so its weights are used.
+        # The forward pass of a run's model returns the output of the final norm.
         guesses = linear(h[:, :-1], model.head.weight, model.head.bias).argmax(-1)
         right += int((guesses == tokens[:, 1:]).sum())
         means.append(h.double().mean(1))

@@ -1,12 +1,14 @@
 """Check every number of docs/evidence.md, and of the paragraph about it in README.md,
-against docs/evidence.jsonl, which has a row for each run of the experiments of
-docs/evidence_design.md.
+against the recorded runs.
 
     python -m benchmarks.evidence    # lists differences; the exit status is then 1
 
+docs/evidence.jsonl has a row for each run of the experiments of docs/evidence_design.md,
+and docs/preregistered.csv has the values of docs/preregistration.md's experiments.
+
 The pages are written by hand. This program computes phrases: numbers with the words
 around them, as they must be on the pages. The check fails if a phrase is not on its page,
-or if a page has a number outside of all phrases and of ``SETTINGS``.
+or if the page or paragraph has a number that is in no phrase and not in ``SETTINGS``.
 """
 
 import re
@@ -35,20 +37,23 @@ from benchmarks.evidence_runs import (
     seconds,
     sign_flip,
 )
+from benchmarks.preregistered import PREDICTIONS, outcomes, read_values
 from titan_disp.lab.statistics import holm
 
 PAGE = "docs/evidence.md"
+PREREGISTERED = ROOT / "docs" / "preregistered.csv"
 README = "README.md"
 # Learning rates in the first experiment's tuning
 LOW_RATES = (0.001, 0.002)
 RATES = (*LOW_RATES, 0.004, 0.008, 0.016)
-# The tuning's warm-ups, and the indices of its seeds
+# The (warm-up, index of the seed) of each curve of the tuning
 CURVES = tuple(product((0.05, 0.2), (0, 1)))
 WIDTHS = (16, 192, 768)
 # The first experiment's six comparisons, whose p values Holm's method adjusts
 OTHERS = ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
 FAMILY = (("main", "on"), ("width", "on"), *(("main", name) for name in OTHERS))
-# Numbers that are not computed: settings of the experiments, results of others, names
+# Numbers that are not computed: settings of the experiments, other people's results, and
+# numbers in names
 SETTINGS = {
     PAGE: """
         Qwen3 of 0.4 M parameters; 2.5 M tokens; 600 steps; 2,400 steps; 12 layers
@@ -77,22 +82,24 @@ def power(effect: float, deviation: float, level: float, seeds: int = 8) -> floa
 
 
 def tuning_curves(runs: Runs) -> np.ndarray:
-    """Return on − off of the first experiment's tuning, [curves, rates]."""
+    """Return on − off in the development loss of the first experiment's tuning, [curves,
+    rates]. A curve is of one warm-up and seed.
+    """
 
-    def cell(rate: float, warmup: float, place: int) -> float:
+    def cell(rate: float, warmup: float, seed_index: int) -> float:
         end = f"_lr-{rate:g}_warmup-{warmup:g}"
         pairs = runs.on_off("tuning", end, development_loss)
-        return float(pairs[place])
+        return float(pairs[seed_index])
 
     return np.array([[cell(rate, *curve) for rate in RATES] for curve in CURVES])
 
 
 def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:
-    """Return the changes of the blocks' cosine and of cross-entropy, by loss: means over
-    the seeds of the part "losses".
+    """Return the changes of the blocks' cosine and of cross-entropy against no auxiliary
+    loss, by the name of the auxiliary loss: means over the seeds of the part "losses".
     """
     keys = [("widths", "on-192"), *(key for key in runs.rows if key[0] == "losses")]
-    seeds = runs.rows[keys[-1]]
+    seeds = runs.rows[keys[-1]].keys()  # the same for all losses but the first
 
     def change(key: Key, value: Value) -> float:
         off = runs.values("widths", "off-192", value)
@@ -103,7 +110,9 @@ def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:
 
 
 def comparisons(runs: Runs) -> dict[str, np.ndarray]:
-    """Return on − off [seeds] in the cross-entropy of test text, by the page's names."""
+    """Return on − off [seeds] in the cross-entropy of test text, by the names of the rows
+    of the page's table.
+    """
     off, again = (runs.values(part, "off") for part in ("main", "restored"))
     on = runs.values("main", "on")
     new = [runs.on_off(part, "-192") for part in ("widths", "widths-again")]
@@ -149,13 +158,16 @@ def phrases(runs: Runs) -> Iterator[tuple[str, str]]:
     yield PAGE, f"is {ends(new, 0.9)} over the {len(new)} seeds"
     yield PAGE, f"(p {sign_flip(again):.2f} and {sign_flip(mean_of_two):.2f})"
     yield from of_the_rules(runs, float(new.std(ddof=1)))
+    yield from of_the_predictions()
     yield from of_post_hoc(runs)
     yield from of_the_models(runs)
 
 
 def of_the_rules(runs: Runs, deviation: float) -> Iterator[tuple[str, str]]:
-    """Yield phrases about the results of both designs' rules, and about their power if
-    differences have this standard deviation over the seeds.
+    """Yield phrases about the results of both designs' rules, and about their power.
+
+    ``deviation`` is the standard deviation of on − off over the seeds, for the power of the
+    first experiment. The second experiment's outcome has a standard deviation of its own.
     """
     main_p, width_p, *_ = holm(
         [
@@ -167,30 +179,40 @@ def of_the_rules(runs: Runs, deviation: float) -> Iterator[tuple[str, str]]:
     yield PAGE, f"(p {width_p:.2f} after Holm)"
     widths = change_over_widths(runs)
     yield PAGE, f"changes by {widths.mean():+.4f} ({ends(widths)})"
-    # Holm's smallest p value is below 0.05 if the test's p value is below 0.05 / 6.
+    # Holm's smallest adjusted p value is below 0.05 if the test's p value is below 0.05 / 6.
     gain = power(0.02, deviation, 0.05 / len(FAMILY))
     yield PAGE, f"a gain of 0.02 in {percent(gain)} of cases"
     change = power(0.03, float(widths.std(ddof=1)), 0.05)
     yield PAGE, f"a change of 0.03 in {percent(change)},"
 
 
+def of_the_predictions() -> Iterator[tuple[str, str]]:
+    """Yield the verdict of each prediction in docs/preregistration.md whose runs have all
+    finished.
+    """
+    for name, outcome in outcomes(read_values([str(PREREGISTERED)])).items():
+        if len(outcome) == PREDICTIONS[name].seeds:
+            yield PAGE, PREDICTIONS[name].verdict(outcome)
+
+
 def of_post_hoc(runs: Runs) -> Iterator[tuple[str, str]]:
     """Yield phrases about findings that were not planned before the runs."""
     curves = tuning_curves(runs)
-    lowest = curves[:, : len(LOW_RATES)]
+    at_low_rates = curves[:, : len(LOW_RATES)]
     slopes = polyfit(np.log2(RATES), curves.T, 1)[1]
     yield PAGE, f"at most {LOW_RATES[-1]:g}"
-    yield PAGE, f"below zero in {(lowest < 0).sum()} of {lowest.size} cells"
-    yield PAGE, f"mean {lowest.mean():.3f})"
+    below_zero = (at_low_rates < 0).sum()
+    yield PAGE, f"below zero in {below_zero} of {at_low_rates.size} cells"
+    yield PAGE, f"mean {at_low_rates.mean():.3f})"
     yield PAGE, f"all {len(curves)} curves"
     yield PAGE, f"by {slopes.min():.3f} to {slopes.max():.3f} per doubling"
     yield PAGE, f"only {len(runs.rows['tuning', 'on_lr-0.001_warmup-0.2'])} seeds"
     changes = changes_by_loss(runs)
-    rank = stats.spearmanr([*changes.values()])
+    rank = stats.spearmanr([*changes.values()])  # of the two columns
     yield PAGE, f"Over {len(changes)} losses"
     yield PAGE, f"correlation of {rank.statistic:.2f} (p {rank.pvalue:.3f})"
     yield PAGE, f"share {len(runs.rows['losses', 'koleo-192'])} seeds"
-    weights = sum("@" in name for name in changes)
+    weights = sum("@" in name for name in changes)  # as in "vicreg@0.02"
     yield PAGE, f"{weights} of them are second weights"
 
 
@@ -229,6 +251,7 @@ def problems(page: str, text: str, expected: Sequence[str]) -> Iterator[str]:
         if phrase not in rest:
             yield f"{page} does not have: {phrase}"
     settings = re.split(r"\s*[;\n]\s*", SETTINGS[page].strip())
+    # The longest first, because a phrase may contain another one
     for phrase in sorted((*expected, *settings), key=len, reverse=True):
         rest = rest.replace(phrase, " ")
     for match in re.finditer(NUMBER, rest):

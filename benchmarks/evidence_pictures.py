@@ -3,9 +3,9 @@ conditions of the experiments.
 
     python -m benchmarks.evidence_pictures
 
-Each row of the table has one number of a condition: the mean over the seeds, and the
-difference to the baseline over the same seeds, with Student's 95 % interval and the p
-value of the sign-flip test, which is not adjusted.
+Each row of the table is about a measure of a condition, such as test cross-entropy. It has
+the mean over the seeds, and the mean difference from the baseline over the same seeds, with
+Student's 95 % interval and the unadjusted p value of the sign-flip test.
 """
 
 from operator import methodcaller
@@ -71,7 +71,7 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def baseline_of(part: str, condition: str) -> Key:
-    """Return the baseline of a condition. A baseline's baseline is the condition itself."""
+    """Return the baseline of a condition. A baseline is its own baseline."""
     if part in ("noise", "restored"):
         return "main", "off"
     if part == "losses":
@@ -121,10 +121,12 @@ def panel(height: float, label: str) -> Axes:
 
 
 def rates(runs: Runs) -> Axes:
-    """Draw the tuning's on − off over the learning rate: the curves and their mean."""
+    """Draw on − off over the learning rate, in the first experiment's tuning: the curves
+    and their mean.
+    """
     axes = panel(3.6, "learning rate of both")
     curves = tuning_curves(runs)
-    names = [f"warm-up {warmup:.0%}, seed {101 + place}" for warmup, place in CURVES]
+    names = [f"warm-up {warmup:.0%}, seed {101 + index}" for warmup, index in CURVES]
     for curve, name, color in zip(curves, names, OKABE_ITO, strict=False):
         axes.plot(RATES, curve, "o-", color=color, alpha=0.6, label=name)
     axes.plot(RATES, curves.mean(0), "s-", color="black", linewidth=2, label="mean")
@@ -137,7 +139,9 @@ def rates(runs: Runs) -> Axes:
 
 
 def losses(runs: Runs) -> Axes:
-    """Draw the change of cross-entropy over the change of the cosine, a dot per loss."""
+    """Draw the change of cross-entropy against the change of the cosine, with a dot for each
+    auxiliary loss.
+    """
     axes = panel(3.6, "mean cosine of the blocks, minus off's")
     for name, change in changes_by_loss(runs).items():
         axes.plot(*change, "o", color=OKABE_ITO[0])
@@ -154,7 +158,9 @@ def losses(runs: Runs) -> Axes:
 
 
 def differences(runs: Runs) -> Axes:
-    """Draw the page's table: a dot for each seed, and the mean with its interval."""
+    """Draw the comparisons in the table of docs/evidence.md: a dot for each seed, and the
+    mean with its interval.
+    """
     rows = comparisons(runs)
     label = "on − off, test cross-entropy (nats; right of 0, dispersion is worse)"
     axes = panel(0.34 * len(rows) + 1, label)

@@ -6,8 +6,8 @@ dispersion off and on.
 The sweep train_configs/sweeps/figure.toml trains the runs. Complete runs are not trained
 again, and interrupted runs resume. Each run measures held-out sequences while it trains.
 After training, condensation and cross-entropy are measured on more of the validation
-split. docs/measurements.md describes the results, and tests/test_figure.py compares its
-numbers with the JSON.
+split. docs/measurements.md describes the results, and tests/test_figure.py compares the
+page's numbers with the JSON.
 """
 
 import json
@@ -101,13 +101,16 @@ def over_time(run: RunRecord) -> dict[str, Any]:
 
 
 def measure_after(run: Path, texts: Sequence[str], sequences: int) -> Measurement:
-    """Return the measurement of a run's newest checkpoint on the validation split."""
+    """Return the measurement of a run's newest checkpoint on sequences of these texts, with
+    its cross-entropy.
+    """
     ((name, target),) = find_targets(
         [str(run)], all_steps=False, tokenizer=None
     ).items()
     tokens = cut_sequences(texts, target.encode, sequences, target.max_tokens or 0)
     model = target.load(torch.device("cpu"), "float32")
     measurement = measure(name, model, tokens, CondensationOptions((), run))
+    # ``model`` returns hidden states instead of logits.
     loss = mean_loss(load_model(find_saved(run)), tokens)
     return replace(measurement, cross_entropy=loss)
 
@@ -123,7 +126,7 @@ def mean_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
 
 
 def to_text(content: Mapping[str, Any]) -> str:
-    """Return JSON with five decimals, and with each list of numbers on one line."""
+    """Return JSON with at most five decimals, and with each innermost list on one line."""
     rounded = json.loads(
         json.dumps(content), parse_float=lambda number: round(float(number), 5)
     )
@@ -132,8 +135,8 @@ def to_text(content: Mapping[str, Any]) -> str:
 
 
 def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
-    """Draw maps of the mean cosine by layer and step, and below them, the mean cosine of
-    the blocks and held-out cross-entropy over steps.
+    """Save a picture with maps of the mean cosine by layer and step, and below them, the
+    mean cosine of the blocks and held-out cross-entropy over steps.
     """
     all_runs = list(chain.from_iterable(runs.values()))
     figure = new_figure(9, 6.6)
@@ -172,8 +175,8 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
 
 
 def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Measurement]:
-    """Return the measurements by step, with the mean cosines averaged over the runs. (All
-    other numbers are from the first run; they are not drawn.)
+    """Return the measurements at the steps that all runs have, with the mean cosines
+    averaged over the runs. All other numbers are those of the first run, and are not drawn.
     """
     means = {}
     for step, measurement in runs[0].condensation.items():

@@ -3,10 +3,11 @@ their checkpoints, and apply the page's rules.
 
     python -m benchmarks.midtraining train_configs/sweeps/paper/gpt2_eight_seeds.toml --jobs 8
 
-The sweep has two conditions; the key ``against`` names the baseline. Type the command
-again after an interruption: finished runs and evaluations are kept. If FOLDER is the
-folder of the sweep, FOLDER/evaluation/RUN has the scores of a run's checkpoints, as ``titan-disp
-evaluate`` writes them, and FOLDER/evaluation/result.md has what this command prints.
+The sweep must have two conditions, of which its key ``against`` names the baseline. Type
+the command again after an interruption: finished runs and evaluations are kept. In the
+folder of the sweep, evaluation/RUN contains the scores of a run's checkpoints, as written by
+``titan-disp evaluate``, and evaluation/result.md contains what this command prints. To
+evaluate other tasks, move the folder evaluation away.
 """
 
 import json
@@ -50,18 +51,25 @@ def main(
 
     Args:
         sweep: file of a sweep with two conditions.
-        jobs: number of runs and of evaluations at a time; each has one GPU.
-        tasks: tasks of titan-disp evaluate.
+        jobs: number of runs and of evaluations at a time, at most the number of GPUs.
+        tasks: tasks as titan-disp evaluate takes them; "paper" means the paper's ten tasks.
         include_path: folder with your own task files.
     """
     definition = read_sweep(sweep)
+    runs = points(definition)
+    conditions = {run.condition for run in runs}
+    if len(conditions) != 2 or definition.against not in conditions:
+        raise ConfigError(
+            f"the sweep has the conditions {', '.join(sorted(conditions))}, and its key "
+            f"against is {definition.against!r}, expected two conditions, one of them named "
+            "by against"
+        )
     trained = runner.run(definition, jobs)
     if any(result.outcome != "finished" for result in trained):
         sys.exit("\n".join(runner.summary(trained)))
     options = ["--tasks", *tasks]
     if include_path is not None:
         options += ["--include-path", str(include_path)]
-    runs = points(definition)
     out = definition.folder / "evaluation"
     out.mkdir(exist_ok=True)
     evaluate_all(runs, out, options, jobs)
@@ -77,7 +85,9 @@ def main(
 def evaluate_all(
     runs: Sequence[Point], out: Path, options: Sequence[str], jobs: int
 ) -> None:
-    """Evaluate the runs that have no folder in ``out`` yet, each on a free GPU."""
+    """Evaluate the runs that have no folder in ``out`` yet, ``jobs`` at a time, each on a GPU
+    or, without GPUs, on the CPU.
+    """
     gpus = torch.cuda.device_count()
     free = SimpleQueue[str]()
     for job in range(jobs):
@@ -96,8 +106,8 @@ def evaluate_all(
 
 
 def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
-    """Evaluate all checkpoints of a run in ``out/RUN``, which exists only once this is
-    complete.
+    """Evaluate all checkpoints of a run, and create ``out/RUN`` with their scores after the
+    last one.
 
     Raises ConfigError if the number of checkpoints is not ``CHECKPOINTS``, and
     CalledProcessError if the evaluation fails.
@@ -120,8 +130,8 @@ def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
 
 
 def read_scores(folder: Path) -> Scores:
-    """Return a run's scores by task, which titan-disp evaluate has written, and last
-    those of ``MEAN``, over the tasks.
+    """Return a run's scores by task, as written by titan-disp evaluate. The last entry,
+    ``MEAN``, has the means over the tasks.
     """
     comparison = json.loads((folder / "results.json").read_text())["comparison"]
     rows = [*comparison["tasks"], comparison[MEAN]]
@@ -129,8 +139,8 @@ def read_scores(folder: Path) -> Scores:
 
 
 def report(scores: Mapping[str, Mapping[str, Scores]], baseline: str) -> str:
-    """Return the verdicts of the predictions C1 and C2, and a table of the tasks at the
-    last checkpoint.
+    """Return the verdicts of the predictions C1 and C2, by how much the choice of the best
+    checkpoint raises each condition's mean, and a table of the tasks at the last checkpoint.
     """
 
     def values(task: str, choose: Callable[[np.ndarray], float]) -> Values:
@@ -149,8 +159,8 @@ def report(scores: Mapping[str, Mapping[str, Scores]], baseline: str) -> str:
     for condition in scores:
         gain = mean_of(best[condition]) - mean_of(last[MEAN][condition])
         lines.append(
-            f"{condition}: the best checkpoint scores {gain:+.4f} more than the last "
-            "one, as it is chosen by its scores on these tasks"
+            f"{condition}: the best checkpoint scores {gain:.4f} more than the last "
+            "one, partly because it is chosen by its scores on these tasks"
         )
     return "\n\n".join([*lines, markdown_table(task_table(last, baseline), 1)]) + "\n"
 
@@ -166,8 +176,10 @@ def verdict(name: str, values: Values, baseline: str) -> str:
 
 
 def task_table(last: Mapping[str, Values], baseline: str) -> list[list[str]]:
-    """Return a heading, a row for each task, and one for their mean. A difference is the
-    mean over pairs of runs with the same seeds. Holm's p is for the number of tasks.
+    """Return a heading, a row for each task, and a row for the mean of the tasks.
+
+    A difference is the mean of other − baseline over pairs of runs with the same seeds.
+    Holm's p is p adjusted for the number of tasks.
     """
     (other,) = last[MEAN].keys() - {baseline}
     differences = [

@@ -1,12 +1,15 @@
-"""Apply the rules of docs/preregistration.md to the results of its sweeps. The rules were
-written before the runs.
+"""Apply the rules of docs/preregistration.md to the results of its experiments A and B. The
+rules were written before the runs. (``benchmarks.midtraining`` does this for C.)
 
     python -m benchmarks.preregistered outputs/sweeps/rate/values.csv …
 
-``titan-disp sweep table`` writes the files for the page's sweeps, with the metrics
-validation and, for B2, mean_cosine. ``benchmarks.abilities`` writes the file of further
-metrics. The order of the files does not matter. Each prediction with finished runs is
-printed with its interval, and then on − off in each secondary metric, without a verdict.
+``titan-disp sweep table`` writes the files, with the metrics validation and, for B2,
+mean_cosine. ``benchmarks.abilities`` writes the file with the retrieval and next-token
+metrics. The order of the files does not matter.
+
+The program prints each prediction for which two seeds or more have finished, with the
+interval of its outcome and a verdict. Then it prints the difference between the conditions
+"on" and "off" in each secondary metric, with an interval and without a verdict.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,29 +24,33 @@ from tyro.conf import Positional
 
 from benchmarks.evidence_runs import ends, interval
 
+# Learning rates and doses, as in the names of the sweeps' conditions
 RATES = ("0.001", "0.004", "0.016")
 DOSES = ("off", "dose_coeff-0.03", "on", "dose_coeff-0.3", "dose_coeff--0.1")
 DRAWS = 20_000  # number of simulated experiments
 
-Bounds = Callable[
-    [np.ndarray, np.ndarray], np.ndarray
-]  # takes both ends of an interval
+# A condition on an interval, given its ends
+Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def described(outcome: np.ndarray, level: float) -> str:
-    """Return the mean with Student's interval, as text, given an outcome [seeds]."""
-    bounds = f"{level:.0%} interval {ends(outcome, level)}"
+    """Return the mean of an outcome [seeds] and Student's interval, as text."""
+    bounds = f"{100 * level:.0f} % interval {ends(outcome, level)}"
     return f"{outcome.mean():+.4f} ({bounds}, {len(outcome)} seeds)"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction about Student's interval of the mean over the seeds."""
+    """A prediction about Student's interval of the mean over the seeds.
 
-    seeds: int  # how many are needed
-    level: float  # of the interval
-    holds: Bounds  # whether an interval confirms the prediction
-    falsified: Bounds  # whether an interval contradicts it
+    Both rules may apply to one interval: if an effect is there, but is smaller than
+    predicted.
+    """
+
+    seeds: int  # number of seeds that are needed
+    level: float  # level of the interval, such as 0.95
+    holds: Rule
+    falsified: Rule
 
     def verdict(self, outcome: np.ndarray) -> str:
         """Return a line with the mean, the interval and the verdict."""
@@ -58,8 +65,8 @@ class Prediction:
         return f"{described(outcome, self.level)}: {words}"
 
     def power(self, effect: float, deviation: float) -> float:
-        """Return the fraction of simulated experiments in which the prediction holds, if
-        the true effect and the standard deviation over seeds are these.
+        """Return the fraction of simulated experiments in which the rule ``holds`` applies,
+        given the true effect and the standard deviation over seeds.
         """
         size = (DRAWS, self.seeds)
         draws = np.random.default_rng(0).normal(effect, deviation, size)
@@ -90,10 +97,10 @@ def slope(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def read_values(files: Sequence[str]) -> pandas.DataFrame:
-    """Return the values of all files: a row for each combination of seeds, and a column
-    for each (metric, condition). Values of missing runs are NaN.
+    """Return the values of all files, with NaN for missing runs. The rows are named by the
+    text of the runs' seeds, and the columns by (metric, condition).
 
-    Raises ValueError if a run has two different values.
+    Raises ValueError if a run has two different values of a metric.
     """
     rows = pandas.concat(map(pandas.read_csv, files)).drop_duplicates()
     return rows.pivot(index="seeds", columns=["metric", "point"], values="value")
@@ -102,23 +109,28 @@ def read_values(files: Sequence[str]) -> pandas.DataFrame:
 def finished(
     values: pandas.DataFrame, metric: str, *conditions: str
 ) -> pandas.DataFrame:
-    """Return a metric by seeds and conditions, for the seeds that all conditions have."""
+    """Return a metric by seeds and conditions, without the seeds that any of the conditions
+    lacks.
+    """
     return values.reindex(columns=[(metric, name) for name in conditions]).dropna()
 
 
 def difference(
     values: pandas.DataFrame, metric: str, condition: str, baseline: str
 ) -> np.ndarray:
-    """Return the differences of a metric between two conditions, [seeds]."""
-    pairs = finished(values, metric, condition, baseline)
-    return -np.diff(pairs.to_numpy())[:, 0]
+    """Return condition − baseline in a metric, [seeds]."""
+    pairs = finished(values, metric, condition, baseline).to_numpy()
+    return pairs[:, 0] - pairs[:, 1]
 
 
 def outcomes(values: pandas.DataFrame) -> dict[str, np.ndarray]:
-    """Return the outcome of each prediction, [seeds]; empty where runs are missing."""
+    """Return the outcome [seeds] of each prediction of A and B, for the seeds of which all
+    runs have finished.
+    """
     loss = partial(difference, values, "validation")
-    states = map("_lr-".join, product(("on", "off"), RATES))
-    on_then_off = finished(values, "validation", *states).to_numpy()
+    names = [f"{state}_lr-{rate}" for state, rate in product(("on", "off"), RATES)]
+    by_seed = finished(values, "validation", *names).to_numpy()
+    on_minus_off = by_seed[:, : len(RATES)] - by_seed[:, len(RATES) :]
     doublings = np.log2([float(rate) for rate in RATES])
     losses = finished(values, "validation", *DOSES)
     cosines = finished(values, "mean_cosine", *DOSES)
@@ -126,12 +138,12 @@ def outcomes(values: pandas.DataFrame) -> dict[str, np.ndarray]:
     pairs = zip(cosines.loc[seeds].values, losses.loc[seeds].values, strict=True)
     on = loss("on", "off")
     return {
-        "A1": np.array([slope(doublings, x[:3] - x[3:]) for x in on_then_off]),
+        "A1": np.array([slope(doublings, row) for row in on_minus_off]),
         "A2": loss("on_lr-0.001", "off_lr-0.001"),
         "A3": loss("off_lr-0.0015", "on_lr-0.001"),
         "B1": on,
         "B1, no difference of 0.01 or more": on,
-        "B2": np.array([slope(cosine, loss) for cosine, loss in pairs]),
+        "B2": np.array([slope(*cosines_and_losses) for cosines_and_losses in pairs]),
     }
 
 

@@ -56,6 +56,9 @@ def sweep(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for std, name in ((0.1, "on_seed-1"), (0.2, "off_seed-1")):
         save_run(folder / name, biased_model(sample, std), sample / "tokenizer")
+        events = folder / name / "events.jsonl"
+        event = {"step": 5, "time": "2026-11-29T00:00:00Z", "event": "complete"}
+        events.write_text(json.dumps(event) + "\n")
     file = folder / "sweep.toml"
     file.write_text(
         f"[sweep]\nconfig = 'demo.toml'\nfolder = {json.dumps(str(folder))}\n"
@@ -91,7 +94,7 @@ def test_next_tokens_of_a_sweep(sample, sweep, text, tmp_path, capsys):
     capsys.readouterr()
     print_results([str(out)])
     difference = rows.value[0] - rows.value[3]
-    assert f"next_token_accuracy: {difference:+.4f} (95%" in capsys.readouterr().out
+    assert f"next_token_accuracy: {difference:+.4f} (95 %" in capsys.readouterr().out
 
 
 def test_halves_are_consecutive(text):
@@ -104,6 +107,15 @@ def test_halves_are_consecutive(text):
 def test_too_few_documents(sweep, text, tmp_path):
     with pytest.raises(ConfigError, match="has 6 documents of 40 tokens or more, exp"):
         abilities.main(sweep, str(text), tmp_path / "values.csv", 7)
+
+
+def test_a_run_that_has_not_finished(sweep, text, tmp_path):
+    events = sweep.parent / "off_seed-1" / "events.jsonl"
+    content = events.read_text()
+    events.unlink()
+    with pytest.raises(ConfigError, match="off_seed-1 is not finished: not started"):
+        abilities.main(sweep, str(text), tmp_path / "values.csv", DOCUMENTS)
+    events.write_text(content)
 
 
 def test_retrieval_against_a_loop():

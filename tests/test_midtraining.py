@@ -9,10 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.midtraining import report
+from benchmarks.midtraining import main, report
 from benchmarks.preregistered import PREDICTIONS
 from tests.command_line import DEMO, ROOT, SECONDS, environment
 from titan_disp.config.load import read_toml
+from titan_disp.errors import ConfigError
 from titan_disp.lab.sweeps.definition import points, read_sweep
 
 SWEEP = ROOT / "train_configs/sweeps/paper/gpt2_eight_seeds.toml"
@@ -69,8 +70,14 @@ def test_the_last_and_the_best_checkpoint_are_told_apart():
     text = report({"default": default, "dispersion": dispersion}, "default")
     assert "C1, last checkpoint: +0.0000" in text
     assert "C2, best of 5 checkpoints: +0.0100" in text
-    assert "dispersion: the best checkpoint scores +0.0100 more" in text
+    assert "dispersion: the best checkpoint scores 0.0100 more" in text
     assert "| piqa |  0.3400 |     0.3400 |" in text
+
+
+def test_conditions_are_checked_before_training():
+    """A sweep of five conditions, and the name of none of them as the baseline."""
+    with pytest.raises(ConfigError, match="expected two conditions, one of them named"):
+        main(METHODS)
 
 
 @pytest.mark.night

@@ -63,7 +63,7 @@ def test_the_rate_s_rules(tmp_path):
         name: PREDICTIONS[name].verdict(found[name]) for name in found if name[0] == "A"
     }
     assert verdicts["A1"].endswith("8 seeds): holds")
-    assert verdicts["A2"].startswith("-0.0300 (95% interval -0.0311 … -0.0289")
+    assert verdicts["A2"].startswith("-0.0300 (95 % interval -0.0311 … -0.0289")
     assert verdicts["A3"].endswith("8 seeds): seeds are missing")
     assert len(found["B1"]) == len(found["B2"]) == 0
     other = values(tmp_path / "b", "validation", {"off_lr-0.0015": [4.97]})
