@@ -2,22 +2,20 @@
 the same files.
 
     python benchmarks/data.py            # tables
-    python benchmarks/data.py --json     # only an object with "rows", "bounds" and "deep_resume"
+    python benchmarks/data.py --json     # only an object with "rows" and "bounds"
 
 One process runs rank 0 of 64, 40 and 1 ranks, on 64 files. This is the speed of a rank
 that has its own cores, with the files in the page cache. Texts have C4's mean length (2.2
 kB) and spread. The rows "reading" use a tokenizer that takes no time.
 """
 
-import gzip
-import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice, product
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +29,9 @@ from torchtitan.config import JobConfig
 from measuring import Printed, in_a_fresh_process, show
 from titan_disp.config.load import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
-from titan_disp.data.documents import Documents
 from titan_disp.data.listing import list_files
 from titan_disp.data.loader import StreamLoader, open_stream
-from titan_disp.data.options import StreamOptions, default_threads
+from titan_disp.data.options import default_threads
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.lab.sample import (
@@ -313,32 +310,6 @@ def write_large(folder: Path) -> None:
         write_shard(folder / "large" / f"{i:02d}.json.gz", records)
 
 
-def deep_resume(folder: Path) -> dict[str, float]:
-    """Return the seconds to the last document of one large gzip file, if all other
-    documents are skipped without parsing.
-    """
-    texts = cycle(d["text"] for d in documents())
-    path = folder / "deep" / "train.json.gz"
-    path.parent.mkdir()
-    count = 0
-    size = 0
-    with gzip.open(path, "wb", compresslevel=6) as file:
-        while size < 300 << 20:
-            text = " ".join(islice(texts, 3))
-            size += file.write(f"{json.dumps({'text': text})}\n".encode())
-            count += 1
-    (listed,) = list_files("c4", str(path.parent))
-    start = time.perf_counter()
-    assert Documents(listed, StreamOptions(), count - 1).read() is not None
-    seconds = time.perf_counter() - start
-    return {
-        "documents": count,
-        "bytes": size,
-        "seconds": seconds,
-        "megabytes_per_second": size / 1e6 / seconds,
-    }
-
-
 def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -352,8 +323,7 @@ def main(options: Options) -> None:
         tokenizers = {name: str(folder / path) for name, path in names.items()}
         rows = speed(folder, tokenizers, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
-        deep = deep_resume(folder)
-    show(options.json, rows=rows, bounds=cases, deep_resume=deep)
+    show(options.json, rows=rows, bounds=cases)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ mask, logsumexp. "floor" is only the matrix products of all pairs: 3 N²F FLOPs,
 tile above the diagonal has one product for the cosines and two for the gradient.
 
 Times are the least of --repeat rounds in one process, in which the estimators take turns.
-On a GPU, there is also the time per call of ten calls in a row, between which the host
-does not wait, and the time of the kernels alone. Memory is the peak of a call in a fresh
-process, minus the memory before the call: resident pages on a CPU, and the allocator's
-count on a GPU.
+(On a GPU, ``gpu_cost.py --measure`` tells the time of the kernels from the time between
+them.) Memory is the peak of a call in a fresh process, minus the memory before the call:
+resident pages on a CPU, and the allocator's count on a GPU.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +25,6 @@ import torch
 import tyro
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from torch.profiler import ProfilerActivity, profile
 
 from measuring import Printed, in_a_fresh_process, show
 from titan_disp.cpu import high_water_mark, resident_bytes
@@ -108,34 +105,21 @@ def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
     return forward_and_backward
 
 
-def times(options: Options, n: int) -> dict[str, dict[str, float]]:
-    """Return the seconds of each estimator, by name of the estimator and of the time."""
+def least_seconds(options: Options, n: int) -> dict[str, float]:
+    """Return the least seconds of a call, by estimator."""
     z = tokens(options, n)
     synchronize = torch.get_device_module(options.device).synchronize
     calls = {name: call(name, options) for name in options.estimators}
-    in_a_row = {"seconds": 1}
-    if options.device == "cuda":
-        in_a_row["seconds_in_a_row"] = 10
-    best = {name: dict.fromkeys(in_a_row, math.inf) for name in calls}
-    for round_ in range(options.repeat + 1):  # the first call warms up
-        for (name, function), (key, count) in product(calls.items(), in_a_row.items()):
+    best = dict.fromkeys(calls, math.inf)
+    for round_ in range(options.repeat + 1):  # the first round warms up
+        for name, function in calls.items():
             synchronize()
             start = time.perf_counter()
-            for _ in range(count):
-                function(z)
+            function(z)
             synchronize()
-            seconds = (time.perf_counter() - start) / count
-            if round_:
-                best[name][key] = min(best[name][key], seconds)
-    if options.device == "cuda":
-        for name, function in calls.items():
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                function(z)
-                synchronize()
-            events = profiler.key_averages()
-            best[name]["kernel_seconds"] = (
-                sum(event.self_device_time_total for event in events) / 1e6
-            )
+            seconds = time.perf_counter() - start
+            if round_ > 0:
+                best[name] = min(best[name], seconds)
     return best
 
 
@@ -186,7 +170,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
     """Return a row for each length and estimator."""
     table = []
     for n in options.n:
-        seconds = times(options, n)
+        seconds = least_seconds(options, n)
         closeness = agreement(options, n)
         for name in options.estimators:
             row = {
@@ -197,12 +181,12 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 "dtype": options.dtype,
                 "variant": options.variant,
                 "device": options.device,
-                **seconds[name],
+                "seconds": seconds[name],
                 "peak_bytes": in_a_fresh_process(peak_bytes, options, n, name),
                 **closeness.get(name, {}),
             }
             if "exact" in seconds:
-                row["ratio_to_exact"] = row["seconds"] / seconds["exact"]["seconds"]
+                row["ratio_to_exact"] = row["seconds"] / seconds["exact"]
             table.append(row)
     return table
 
