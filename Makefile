@@ -51,7 +51,8 @@ gpu: setup $(DATA)/README.md
 figure: setup $(DATA)/README.md
 	$(BIN)/python -m benchmarks.figure --nproc $(NPROC)
 
-# Checks every number of docs/evidence.md, and writes its pictures and docs/evidence.csv, from docs/evidence.jsonl.
+# Checks every number of docs/evidence.md, from docs/evidence.jsonl and docs/preregistered.csv, and writes its pictures and
+# docs/evidence.csv.
 evidence: setup
 	$(BIN)/python -m benchmarks.evidence
 	$(BIN)/python -m benchmarks.evidence_pictures

@@ -9,7 +9,7 @@ mask, logsumexp. "floor" is only the matrix products of all pairs: 3 N²F FLOPs,
 tile above the diagonal has one product for the cosines and two for the gradient.
 
 Times are the least of --repeat rounds in one process, in which the estimators take turns.
-(On a GPU, ``gpu_cost.py --measure`` tells the time of the kernels from the time between
+(On a GPU, ``gpu_cost.py --measure`` measures the time of the kernels and the time between
 them.) Memory is the peak of a call in a fresh process, minus the memory before the call:
 resident pages on a CPU, and the allocator's count on a GPU.
 """

@@ -7,7 +7,7 @@ The sweep train_configs/sweeps/figure.toml trains the runs. Complete runs are no
 again, and interrupted runs resume. Each run measures held-out sequences while it trains.
 After training, condensation and cross-entropy are measured on more of the validation
 split. docs/measurements.md describes the results, and tests/test_figure.py compares the
-page's numbers with the JSON.
+results on the page with the JSON.
 """
 
 import json

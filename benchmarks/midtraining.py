@@ -51,7 +51,7 @@ def main(
 
     Args:
         sweep: file of a sweep with two conditions.
-        jobs: number of runs and of evaluations at a time, at most the number of GPUs.
+        jobs: number of runs and of evaluations at a time. Give it the number of GPUs.
         tasks: tasks as titan-disp evaluate takes them; "paper" means the paper's ten tasks.
         include_path: folder with your own task files.
     """
@@ -60,9 +60,9 @@ def main(
     conditions = {run.condition for run in runs}
     if len(conditions) != 2 or definition.against not in conditions:
         raise ConfigError(
-            f"the sweep has the conditions {', '.join(sorted(conditions))}, and its key "
-            f"against is {definition.against!r}, expected two conditions, one of them named "
-            "by against"
+            f"the sweep has the conditions {', '.join(sorted(conditions))}, and "
+            f"sweep.against is {definition.against!r}, expected two conditions, and one of "
+            "them as sweep.against"
         )
     trained = runner.run(definition, jobs)
     if any(result.outcome != "finished" for result in trained):

@@ -1,7 +1,7 @@
 """Apply the rules of docs/preregistration.md to the results of its experiments A and B. The
 rules were written before the runs. (``benchmarks.midtraining`` does this for C.)
 
-    python -m benchmarks.preregistered outputs/sweeps/rate/values.csv …
+    python -m benchmarks.preregistered outputs/sweeps/rate/rates/values.csv …
 
 ``titan-disp sweep table`` writes the files, with the metrics validation and, for B2,
 mean_cosine. ``benchmarks.abilities`` writes the file with the retrieval and next-token
@@ -29,7 +29,7 @@ RATES = ("0.001", "0.004", "0.016")
 DOSES = ("off", "dose_coeff-0.03", "on", "dose_coeff-0.3", "dose_coeff--0.1")
 DRAWS = 20_000  # number of simulated experiments
 
-# A condition on an interval, given its ends
+# Says whether a statement is true of an interval, given its two ends
 Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -43,8 +43,7 @@ def described(outcome: np.ndarray, level: float) -> str:
 class Prediction:
     """A prediction about Student's interval of the mean over the seeds.
 
-    Both rules may apply to one interval: if an effect is there, but is smaller than
-    predicted.
+    If both rules apply to the interval, there is an effect, but it is smaller than predicted.
     """
 
     seeds: int  # number of seeds that are needed
@@ -100,7 +99,7 @@ def read_values(files: Sequence[str]) -> pandas.DataFrame:
     """Return the values of all files, with NaN for missing runs. The rows are named by the
     text of the runs' seeds, and the columns by (metric, condition).
 
-    Raises ValueError if a run has two different values of a metric.
+    Raises ValueError if two rows of a run and metric differ.
     """
     rows = pandas.concat(map(pandas.read_csv, files)).drop_duplicates()
     return rows.pivot(index="seeds", columns=["metric", "point"], values="value")

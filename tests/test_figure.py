@@ -1,5 +1,5 @@
-"""make figure: what its page says, against the JSON; what its picture shows, against
-numbers made by hand; and the whole of it on short runs. The picture of the formula, against the loss itself.
+"""make figure: the page's results against the JSON, the picture against numbers made by
+hand, and the whole command on short runs. The picture of the formula, against the loss itself.
 """
 
 import json
@@ -16,9 +16,10 @@ from scipy import stats
 
 from benchmarks import figure, formula_figure
 from benchmarks.figure import STATES
-from tests.command_line import ROOT, SECONDS, environment
+from tests.command_line import DEMO, ROOT, SECONDS, environment
 from tests.test_pictures import condensed, shown_at
 from tests.test_report import whole, write_run
+from titan_disp.config.load import read_toml
 from titan_disp.dispersion import dispersion_loss
 from titan_disp.lab.report.gather import gather
 from titan_disp.lab.sweeps.definition import points, read_sweep
@@ -28,7 +29,7 @@ DOCS = ROOT / "docs"
 SWEEPS = ROOT / "train_configs" / "sweeps"
 
 
-def test_the_page_has_the_numbers_of_the_json():
+def test_the_page_has_the_results_of_the_json():
     content = json.loads((DOCS / "condensation.json").read_text())
     page = (DOCS / "measurements.md").read_text().partition("## Dispersion off and on")
     lines = page[2].splitlines()
@@ -62,7 +63,9 @@ def test_the_page_has_the_numbers_of_the_json():
             ]
             spans.append(f"{min(ranks):.3f} to {max(ranks):.3f}")
         assert f"| {name} | {' | '.join(spans)} |" in lines
+    assert f"on {after['off'][0]['sequences']} held-out sequences" in said
     cosine = np.array([[run["mean_cosine"] for run in during[s]] for s in STATES])
+    assert f"parameters, {cosine.shape[-1] - 2} blocks)" in said
     off, on = cosine[..., 1:-1].mean((1, 3))  # of all blocks and seeds: [steps]
     steps = during["steps"]
     assert (
@@ -79,7 +82,15 @@ def test_the_page_has_the_numbers_of_the_json():
 def test_the_sweep_is_that_of_the_page():
     names = [p.name for p in points(read_sweep(SWEEPS / "figure.toml"))]
     assert names == [f"{state}_seed-{seed}" for state in STATES for seed in (1, 2, 3)]
-    assert "seeds 1, 2 and 3" in (DOCS / "measurements.md").read_text()
+    page = " ".join((DOCS / "measurements.md").read_text().split())
+    assert "seeds 1, 2 and 3" in page
+    config = read_toml(str(DEMO))
+    interval = config["condensation"]["interval"]
+    assert f"(λ = {config['dispersion']['coeff']})" in page
+    assert f"The {config['training']['steps']} steps of" in page
+    assert (
+        f"sequences of {config['training']['seq_len']} tokens every {interval}" in page
+    )
 
 
 def test_the_loss_after_training_is_the_mean_over_all_tokens():

@@ -151,7 +151,11 @@ ADDITIVE = torch.zeros(TOKENS.shape).masked_fill(~TOKENS, -torch.inf)
 
 
 @pytest.mark.parametrize(
-    "mask", [TOKENS, TOKENS.long(), TOKENS.double(), ADDITIVE, ADDITIVE.clamp(-1e4)]
+    "mask",
+    [
+        *(TOKENS, TOKENS.long(), TOKENS.double()),
+        *(ADDITIVE, ADDITIVE.clamp(-1e4), ADDITIVE.clamp(-1e4).long()),
+    ],
 )
 def test_masks_of_all_kinds(mask):
     model = encoder(batch_first=True)
@@ -165,9 +169,20 @@ def test_masks_of_all_kinds(mask):
     close(handle.loss(), dispersion_losses(zs, valid=TOKENS).mean())
 
 
-@pytest.mark.parametrize("name", ["src_key_padding_mask", "attention_mask"])
+def additive(tokens):
+    return torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask_of"),
+    [
+        ("attention_mask", additive),
+        ("src_key_padding_mask", additive),
+        ("src_key_padding_mask", lambda tokens: (~tokens).double()),
+    ],
+)
 @pytest.mark.parametrize("tokens", [TOKENS, torch.ones_like(TOKENS)])
-def test_additive_masks_of_the_model(name, tokens):
+def test_floating_point_masks_of_the_model(name, mask_of, tokens):
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -180,13 +195,13 @@ def test_additive_masks_of_the_model(name, tokens):
 
     handle = attach(model := Masked())
     z = torch.randn(4, 12, 16).double()
-    additive = torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf)
-    model(z, **{name: additive})
+    mask = mask_of(tokens)
+    model(z, **{name: mask})
     loss = handle.loss()
     model(z)
     handle.mask = tokens
     close(loss, handle.loss())
-    model(z[:0], **{name: additive[:0]})
+    model(z[:0], **{name: mask[:0]})
     assert handle.loss(torch.ones(0).double()) == 0
 
 

@@ -74,10 +74,17 @@ def test_the_last_and_the_best_checkpoint_are_told_apart():
     assert "| piqa |  0.3400 |     0.3400 |" in text
 
 
-def test_conditions_are_checked_before_training():
-    """A sweep of five conditions, and the name of none of them as the baseline."""
-    with pytest.raises(ConfigError, match="expected two conditions, one of them named"):
-        main(METHODS)
+def test_conditions_are_checked_before_training(tmp_path):
+    """A sweep of many conditions, and one without its baseline."""
+    other = tmp_path / "sweep.toml"
+    other.write_text(
+        SWEEP.read_text().replace('against = "default"', 'against = "off"')
+    )
+    for sweep in (METHODS, other):
+        with pytest.raises(
+            ConfigError, match=r"expected two conditions|sweep\.against"
+        ):
+            main(sweep)
 
 
 @pytest.mark.night

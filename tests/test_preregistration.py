@@ -27,11 +27,11 @@ SPREAD = np.array([-1, 1, -2, 2, -1, 1, 0, 0]) / 1000
 
 
 def runs_of(*sweeps):
-    return {
+    return [
         (point.condition, point.seeds["debug.seed"])
         for name in sweeps
         for point in points(read_sweep(ROOT / f"train_configs/sweeps/{name}.toml"))
-    }
+    ]
 
 
 def values(file, metric, by_condition):
@@ -143,8 +143,9 @@ def test_the_sweeps_are_those_of_the_page():
     assert (len(a), len(runs_of("condensing_tuning"))) == (88, 12)
     assert "is 88 runs" in PAGE
     assert len(b) == 32 + 24
+    assert len(set(a + b)) == 88 + 56  # no run is in two sweeps
     assert {condition for condition, _ in b} == set(DOSES)
-    seeds = {seed for _, seed in a | b}
+    seeds = {seed for _, seed in a + b}
     assert seeds == set(range(41, 65))
     used = {seed for by_seed in read_runs().rows.values() for seed in by_seed}
     assert not seeds & used

@@ -38,9 +38,9 @@ NOT_CALLED = (
     "has run before attach, call torch._dynamo.reset() after it"
 )
 
-# Arguments of models that are masks. A bool or integer attention_mask is not 0 at tokens,
-# and torch's key_padding_mask is 0 at tokens. A floating-point mask without positive
-# numbers is additive: it is added to the scores of attention, and 0 at tokens.
+# Arguments of models that are masks. torch's key_padding_mask is 0 at tokens. Other masks
+# are not 0 at tokens, except for additive masks, which are added to the scores of attention:
+# they are 0 at tokens and negative elsewhere.
 MASKS = ("attention_mask", "src_key_padding_mask", "tgt_key_padding_mask")
 # A model with two sequences has one of these sets of arguments.
 TWO_SEQUENCES = ({"decoder_input_ids"}, {"src", "tgt"})
@@ -179,9 +179,9 @@ class attach(AbstractContextManager["attach"]):
     Attributes:
         step: the step from which the sampled estimator draws its positions. Every call
             of ``loss`` adds 1.
-        mask: [B, N] for the next ``loss`` only, either not 0 at tokens and 0 elsewhere,
-            or additive: 0 at tokens and negative elsewhere. None: the
-            ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
+        mask: [B, N] for the next ``loss`` only: 0 except at tokens, or additive, which is
+            0 at tokens and negative elsewhere. A floating-point mask of zeros is additive.
+            None: the ``attention_mask``, ``src_key_padding_mask`` or ``tgt_key_padding_mask`` of
             the model's inputs, or of a dict that is the first input. Without a mask,
             all positions are tokens.
         losses: a dict from the name of a block to the block's last loss without λ, a
@@ -431,12 +431,12 @@ def _valid(
             f"{name} is {_shape(mask)}, expected a tensor {list(tokens)}: set "
             "handle.mask before loss()"
         )
-    if mask.is_floating_point():
-        is_additive = ~(mask > 0).any()
-        return (mask == 0) == is_additive
     if name.endswith("key_padding_mask"):
         return mask == 0
-    return mask != 0
+    is_additive = (mask < 0).any()
+    if mask.is_floating_point():  # an additive mask without padding has only zeros
+        is_additive = ~(mask > 0).any()
+    return (mask == 0) == is_additive
 
 
 def _named(model: nn.Module, layers: str | Iterable[str]) -> Modules:
