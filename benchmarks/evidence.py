@@ -220,7 +220,7 @@ def of_post_hoc(runs: Runs) -> Iterator[tuple[str, str]]:
     yield PAGE, f"Over {len(changes)} losses"
     yield PAGE, f"correlation of {rank.statistic:.2f} (p {rank.pvalue:.3f})"
     yield PAGE, f"share {len(runs.rows['losses', 'koleo-192'])} seeds"
-    weights = sum("@" in name for name in changes)  # as in "vicreg@0.02"
+    weights = sum("@" in name for name in changes)  # as in "uniformity@1-192"
     yield PAGE, f"{weights} of them are second weights"
 
 

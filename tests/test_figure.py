@@ -1,5 +1,6 @@
 """make figure: the page's results against the JSON, the picture against numbers made by
-hand, and the whole command on short runs. The picture of the formula, against the loss itself.
+hand, and the whole command on short runs. The picture of the formula is compared with the
+loss itself.
 """
 
 import json

@@ -147,7 +147,11 @@ def test_torchs_own_encoder():
     )
 
 
-ADDITIVE = torch.zeros(TOKENS.shape).masked_fill(~TOKENS, -torch.inf)
+def additive(tokens):
+    return torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf)
+
+
+ADDITIVE = additive(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +171,6 @@ def test_masks_of_all_kinds(mask):
     for layer in model.layers:
         zs.append(z := layer(z))
     close(handle.loss(), dispersion_losses(zs, valid=TOKENS).mean())
-
-
-def additive(tokens):
-    return torch.zeros(tokens.shape).masked_fill(~tokens, -torch.inf)
 
 
 @pytest.mark.parametrize(
