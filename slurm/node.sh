@@ -48,6 +48,12 @@ shift 2
 
 # torch.distributed.run also reads its options from variables: PET_STANDALONE=1 would start a separate run on every node.
 unset "${!PET_@}"
+# torch looks for an address for 15 minutes, without a message in the job's log. Names may also appear late.
+host=${TITAN_DISP_ENDPOINT%:*}
+host=${host//[\[\]]/}
+if command -v getent >/dev/null && ! getent ahosts "$host" >/dev/null; then
+  echo "titan-disp: $(hostname): warning: $host, where the ranks meet, has no address here" >&2
+fi
 tee=()
 [ "$SLURM_NODEID" -ne 0 ] || tee=(--tee 0:3) # rank 0 also writes to the job's log; every rank has its own files
 # The rendezvous is static, so that rank 0 is on the first node: c10d sorts nodes by their address as text, gpu10 before
