@@ -449,6 +449,22 @@ def test_an_archive_that_is_not_there(command, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("python", "prefix", "warned"),
+    [
+        ("/no/python", "", True),
+        ("/no/python", "apptainer exec image.sif", False),
+        (sys.executable, "", False),
+    ],
+)
+def test_a_python_that_is_not_there(command, monkeypatch, python, prefix, warned):
+    monkeypatch.setenv("TITAN_DISP_PYTHON", python)
+    monkeypatch.setenv("TITAN_DISP_PREFIX", prefix)
+    code, out, _ = command(80)
+    assert code == 0
+    assert ("warning: TITAN_DISP_PYTHON is '/no/python'" in out) == warned
+
+
+@pytest.mark.parametrize(
     ("nproc", "site", "warned"),
     [("", "", True), ("1", "", False), ("", "export TITAN_DISP_NPROC=2", False)],
 )

@@ -276,14 +276,10 @@ def _last_error(logs: str, rank: int) -> str | None:
 
 
 SCRIPT = "pretrain.sbatch"
-# If one of these is set, the nodes have their own Python, from a container or an
-# archive.
-OTHER_PYTHON = (
-    "TITAN_DISP_PYTHON",
-    "TITAN_DISP_PREFIX",
-    "TITAN_DISP_SRUN_ARGS",
-    "TITAN_DISP_ENV_ARCHIVE",
-)
+# Containers and archives have a Python of their own.
+IMAGES = ("TITAN_DISP_PREFIX", "TITAN_DISP_SRUN_ARGS", "TITAN_DISP_ENV_ARCHIVE")
+# If one of these is set, the nodes do not use this process's Python.
+OTHER_PYTHON = ("TITAN_DISP_PYTHON", *IMAGES)
 
 
 # The long options of sbatch, from the manuals of SLURM 23.11 and later versions
@@ -398,7 +394,7 @@ def sbatch_options(options: SlurmOptions, more: Sequence[str] = ()) -> list[str]
         check_sbatch_option(option)
     check_time_limit(options.sbatch)
     exported = ["ALL", f"TITAN_DISP_SITE={options.site}"]
-    if not any(os.environ.get(name) for name in OTHER_PYTHON):
+    if not any(map(os.environ.get, OTHER_PYTHON)):
         exported.append(f"TITAN_DISP_PYTHON={sys.executable}")
     for setting in exported:
         if "," in setting:
@@ -446,6 +442,17 @@ def _warn_without_gpus(options: SlurmOptions, site: Path) -> None:
             f"warning: --gpus-per-node is 0, and neither this shell nor {site} sets "
             f"{name}, the number of ranks per node. On nodes without GPUs, the job "
             f"ends at once. Cancel it, export {name}=1, and submit again",
+            flush=True,
+        )
+
+
+def _warn_without_python() -> None:
+    """Print a warning if this machine lacks the job's Python, which is not in an image."""
+    python = os.environ.get("TITAN_DISP_PYTHON")
+    if python and not shutil.which(python) and not any(map(os.environ.get, IMAGES)):
+        print(
+            f"warning: TITAN_DISP_PYTHON is {python!r}, which this machine does not "
+            "have. If the nodes lack it, too, the job cannot start",
             flush=True,
         )
 
@@ -583,6 +590,7 @@ def submit(options: SubmitOptions) -> int:
     _warn_of_refusal(job_config)
     site = site_file(options.site)
     _warn_without_gpus(options, site)
+    _warn_without_python()
     if options.dry_run:
         _look_at(Path(job_config.job.dump_folder).absolute())
         return send(
