@@ -1,39 +1,33 @@
 """Count the GPU work of the dispersion loss, on any machine, and predict its time.
 
     python benchmarks/gpu_cost.py            # a table for three shapes and all estimators
-    python benchmarks/gpu_cost.py --rule     # compare moments with exact for a long sequence
+    python benchmarks/gpu_cost.py --ranks 8  # one rank of 8 that share each sequence
     python benchmarks/gpu_cost.py --measure  # compare with the times of steps on this GPU
     python benchmarks/gpu_cost.py --no-kernel  # without the Triton kernel of pairs
 
 The loss runs on meta tensors, which have shapes but no data, and takes the path of a
-GPU. All numbers are per layer, forward and backward:
+GPU. Unless a name ends in "of_layers", numbers are per layer, forward and backward:
 
 kernels         launched kernels. A fused function counts as one; so does the Triton
                 kernel of pairs, with its products
-calls           calls of PyTorch's dispatcher, including views
+calls           calls to PyTorch's dispatcher, including views
 allocations     new tensors that need memory
-host_waits      numbers that the host reads from the device, and waits for
+host_waits      reads of a number from the device, for which the host waits
 product_flops   FLOPs of matrix products
 other_bytes     bytes that all other kernels read and write. The sum of the gradients of
                 the loss and of the model is included
-sent_bytes      bytes that a rank sends in collectives
+sent_bytes      bytes that a rank sends in collectives; 0 without --ranks
 saved_bytes     bytes held from forward to backward
-H100_ms, …      the time of products and other bytes, without gaps between kernels
+H100_ms, …      milliseconds of products, other bytes and collectives within a node, added
+                up, without gaps between kernels
 
 "way" says where the gradient is computed: "saved" in the forward pass, or "hook" in a
 hook of the backward pass, as the trainer does for large layers.
-
-Host times are CPU microseconds per layer with few small tokens. On a CPU, they are those
-of the CPU's path with compiled functions. The Triton kernel of pairs is replaced by
-writing zeros, so its launch is not included. "two products" is a lower limit for a loss
-of pairs: two products in one autograd function.
 """
 
 import contextlib
-import functools
-import math
+import re
 import sys
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,7 +62,7 @@ WAYS = (SAVED, HOOK)
 # FLOP/s of matrix products. Bare products of [8, 4096, 1024] in bf16 took 1.1 ms on an H100
 # (docs/benchmarks.md): 375 TFLOP/s. The H200 computes at the same speed.
 PRODUCT_FLOPS = 400e12
-GPUS = ("H100", "H200")
+PREDICTED_GPUS = ("H100", "H200")
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "baddbmm_"}
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -86,10 +80,15 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """Return the shape of a text such as 8x2048x1024:amp."""
-        sizes, _, precision = text.partition(":")
-        batch, tokens, features = map(int, sizes.split("x"))
-        return cls(batch, tokens, features, precision)
+        """Return the shape of a text such as 8x2048x1024:amp.
+
+        Raises ValueError if the text has another form.
+        """
+        matched = re.fullmatch(r"(\d+)x(\d+)x(\d+):(float32|bfloat16|amp)", text)
+        if matched is None:
+            raise ValueError(f"--shapes has {text!r}, expected such as 8x2048x1024:amp")
+        *sizes, precision = matched.groups()
+        return cls(*map(int, sizes), precision)
 
     @property
     def amp(self) -> bool:
@@ -114,15 +113,13 @@ class Options(Printed):
             "1x8192x1024:bfloat16",
         ]
     )
-    """Sequences x tokens x features : float32, bfloat16, or amp (float32 under AMP)."""
+    """Sequences x tokens per rank x features : float32, bfloat16, or amp (float32 under
+    AMP)."""
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
     layers: int = 28
     """Layers of the loss."""
-    host_rounds: int = 5
-    """Rounds of host times. The least of each time counts. A first round compiles for
-    about a minute. With 0, there are no host times."""
-    rule: bool = False
-    """Compare moments with exact for one sequence of 8192 tokens, on 1 and 8 ranks."""
+    ranks: int = 1
+    """Ranks over which each sequence is sharded, in the counts."""
     kernel: bool = True
     """Use the Triton kernel of pairs. Otherwise, use the compiled functions that it
     replaces, as with TITAN_DISP_TRITON=0."""
@@ -141,7 +138,9 @@ def storage_of(x: Tensor) -> int:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of tensors. Expanded elements count once."""
+    """Return the bytes of tensors. A tensor that is expanded from its whole storage counts
+    with the bytes of the storage.
+    """
     return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
 
 
@@ -186,7 +185,7 @@ def accesses(
         tensors = on_device(values.get(argument.name))
         if argument.is_write:
             writes += tensors
-        if not argument.is_write or not (argument.is_out or name in OVERWRITE):
+        if not (argument.is_write and (argument.is_out or name in OVERWRITE)):
             reads += tensors
     new = without(on_device(result), reads + writes)
     if name.startswith("new_") or name.endswith("_like"):
@@ -202,15 +201,15 @@ def accesses(
 
 
 @contextlib.contextmanager
-def pretended_kernel(launch: Callable[..., None], dtype: torch.dtype) -> Iterator[None]:
-    """Use the Triton kernel of pairs for tokens of this dtype on any device, but call
-    ``launch`` with the kernel's arguments instead of the kernel.
+def fake_kernel(launch: Callable[..., None]) -> Iterator[None]:
+    """Use the Triton kernel of pairs for tokens in bf16 on any device, but call ``launch``
+    with the kernel's arguments instead of the kernel.
     """
 
     def takes(x: Tensor, pair: triton_pairs.PairFunction) -> bool:
-        return triton_pairs.CHOICE != "0" and x.dtype == dtype
+        return triton_pairs.CHOICE != "0" and x.dtype == torch.bfloat16
 
-    # The module that imports Triton. The grid is the key of ``span_kernel``.
+    # A stand-in for the module that imports Triton. ``span_kernel[grid]`` is ``launch``.
     module = mock.MagicMock(span_kernel=defaultdict(lambda: launch))
     with (
         mock.patch.dict(sys.modules, {triton_pairs.KERNELS: module}),
@@ -234,15 +233,12 @@ class Count:
     sent_bytes: float = 0
     saved_bytes: float = 0
 
-    def device_ms(self, gpu: str) -> float:
-        """Return the milliseconds of products and other bytes on a GPU."""
+    def milliseconds(self, gpu: str) -> float:
+        """Return the time on one of the GPUs in cost.py, if nothing overlaps."""
         products = self.product_flops / PRODUCT_FLOPS
         bandwidth = BANDWIDTH_PART * cost.GPUS[gpu].memory_bandwidth
-        return 1e3 * (products + self.other_bytes / bandwidth)
-
-    def collectives_ms(self, gpu: str) -> float:
-        """Return the milliseconds of collectives within a node."""
-        return 1e3 * self.sent_bytes / cost.GPUS[gpu].node_bandwidth
+        collectives = self.sent_bytes / cost.GPUS[gpu].node_bandwidth
+        return 1e3 * (products + self.other_bytes / bandwidth + collectives)
 
 
 class Counter(Count, TorchDispatchMode):
@@ -268,9 +264,7 @@ class Counter(Count, TorchDispatchMode):
         self._patches.enter_context(
             mock.patch.object(kernels, "run_fused", self._run_fused)
         )
-        self._patches.enter_context(
-            pretended_kernel(self._add_span, dtype=torch.bfloat16)
-        )
+        self._patches.enter_context(fake_kernel(self._add_span))
         super().__enter__()
         return self
 
@@ -291,9 +285,9 @@ class Counter(Count, TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = op.overloadpacket.__name__
-        reads_number = name == "_local_scalar_dense" and on_device(args)
+        reads_number = name == "_local_scalar_dense" and bool(on_device(args))
         if reads_number:
-            result: Any = 1  # for a test on the device that is true
+            result: Any = 1  # as if a condition that the device computes were true
         elif name == "baddbmm" and "out" in kwargs:  # torch 2.13 fails on meta
             result = kwargs["out"]
         else:
@@ -308,7 +302,7 @@ class Counter(Count, TorchDispatchMode):
                 self._inside.writes.extend(accessed.writes)
             return result
         self.calls += 1
-        self.host_waits += bool(reads_number)
+        self.host_waits += reads_number
         if is_view:
             return result
         self._add_new(accessed.new)
@@ -328,6 +322,7 @@ class Counter(Count, TorchDispatchMode):
         """
         self._inside = inside = Accesses([], [], [])
         try:
+            # Uncompiled code would reuse memory, with other kernels.
             with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
                 result = function(*args, **kwargs)
         finally:
@@ -353,12 +348,14 @@ class Counter(Count, TorchDispatchMode):
         TILE: int,
         **arguments: Any,
     ) -> None:
-        """Count the Triton kernel of pairs, given its arguments. Each is read once."""
-        batch, rows, cols = q.shape
-        pairs = rows * cols
+        """Count the Triton kernel of pairs, given its arguments. It writes ``q`` and
+        ``sums``, and reads each of the others once.
+        """
+        batch, height, width = q.shape
+        pairs = height * width
         if MIRRORED:  # it does not compute the tiles below the diagonal
-            for below in range(0, rows, TILE):
-                pairs -= min(TILE, rows - below) * below
+            for first_row in range(0, height, TILE):
+                pairs -= min(TILE, height - first_row) * first_row
         self.kernels += 1
         self.product_flops += 2 * batch * pairs * FEATURES
         self.other_bytes += bytes_of([*on_device(arguments), q, sums])
@@ -376,10 +373,10 @@ class Counter(Count, TorchDispatchMode):
 
     def _add_collective(self, name: str, tensors: list[Tensor]) -> None:
         """Count the bytes that a rank sends in a ring."""
-        if not tensors:  # a collective of the host
+        if not tensors:  # a collective of CPU tensors
             return
         ranks = dist.get_world_size()
-        largest = max(map(bytes_of, ([x] for x in tensors)))
+        largest = max(bytes_of([x]) for x in tensors)
         times = 2 if "reduce" in name else 1  # an all-reduce includes an all-gather
         self.sent_bytes += times * (ranks - 1) / ranks * largest
 
@@ -391,7 +388,9 @@ def added(
     group: dist.ProcessGroup | None = None,
     amp: bool = False,
 ) -> Tensor:
-    """Return a scalar that adds the loss of the blocks' outputs to a total loss."""
+    """Return a scalar to add to a total loss, whose backward pass then includes the
+    gradient of the loss of the blocks' outputs. With "hook", the scalar is 0.
+    """
 
     def mean_of(zs: list[Tensor], **hooks: Any) -> Tensor:
         # The autocast of the forward does not include the backward pass.
@@ -445,59 +444,22 @@ def _counted(
 def count_rows(options: Options) -> list[dict[str, Any]]:
     """Return a row for each shape, estimator and way."""
     rows = []
-    for text in options.shapes:
-        shape = Shape.parse(text)
-        for estimator, way in product(options.estimators, WAYS):
-            per_layer = count(shape, estimator, way, options.layers)
-            row = {"shape": text, "estimator": estimator, "way": way}
+    cases = product(options.shapes, options.estimators, WAYS)
+    with fake_ranks(options.ranks) as group:
+        for shape, estimator, way in cases:
+            per_layer = count(Shape.parse(shape), estimator, way, options.layers, group)
+            row = {"shape": shape, "estimator": estimator, "way": way}
             row |= asdict(per_layer)
-            for gpu in GPUS:
-                row[f"{gpu}_ms"] = per_layer.device_ms(gpu)
-                row[f"{gpu}_ms_of_layers"] = options.layers * per_layer.device_ms(gpu)
+            for gpu in PREDICTED_GPUS:
+                milliseconds = per_layer.milliseconds(gpu)
+                row[f"{gpu}_ms"] = milliseconds
+                row[f"{gpu}_ms_of_layers"] = options.layers * milliseconds
             rows.append(row)
     return rows
 
 
-RULE_TOKENS = 8192
-RULE_FEATURES = 1024
-RULE_RATIO = 0.6  # the largest allowed ratio of times, moments to exact
-RULE_GPU = "H200"
-
-
-def rule_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the predicted times of exact and moments for one long sequence, on one rank
-    and sharded over 8 ranks.
-    """
-    rows = []
-    for ranks in (1, 8):
-        shape = Shape(1, RULE_TOKENS // ranks, RULE_FEATURES, "bfloat16")
-        exact_ms = math.nan
-        for estimator in ("exact", "moments"):
-            with pretended_ranks(ranks) as group:
-                per_layer = count(
-                    shape, estimator, SAVED, layers=options.layers, group=group
-                )
-            device_ms = per_layer.device_ms(RULE_GPU)
-            collectives_ms = per_layer.collectives_ms(RULE_GPU)
-            if estimator == "exact":
-                exact_ms = device_ms + collectives_ms
-            ratio = (device_ms + collectives_ms) / exact_ms
-            rows.append(
-                {
-                    "ranks": ranks,
-                    "estimator": estimator,
-                    **asdict(per_layer),
-                    "device_ms": device_ms,
-                    "collectives_ms": collectives_ms,
-                    "ratio_to_exact": ratio,
-                    "within_rule": estimator == "exact" or ratio <= RULE_RATIO,
-                }
-            )
-    return rows
-
-
 @contextlib.contextmanager
-def pretended_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
+def fake_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
     """Yield a group of this process and other ranks that do not exist; None for one rank.
 
     Collectives of the group move no data.
@@ -512,110 +474,6 @@ def pretended_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
-
-
-class TwoProducts(torch.autograd.Function):
-    """A lower limit for a loss of pairs: the cosines, and their product with the tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        cosines = torch.bmm(z, z.transpose(1, 2))
-        ctx.save_for_backward(torch.bmm(cosines, z))
-        return cosines.sum((1, 2))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad[:, None, None]
-
-
-HOST_LAYERS = 28
-HOST_SHAPE = (8, 32, 16)  # so small that the host takes longer than the device
-HOST_SAMPLE = 16  # positions of the sampled estimator
-TWO_PRODUCTS = "two products"
-ValueOf = Callable[[list[Tensor]], Tensor]
-
-
-def two_products(zs: list[Tensor]) -> Tensor:
-    return torch.stack([TwoProducts.apply(z) for z in zs]).mean()
-
-
-def layer_by_layer(loss: DispersionLoss, zs: list[Tensor]) -> Tensor:
-    """Return the loss without batches of several layers, as for large layers."""
-    return torch.stack([added(loss, SAVED, [z]) for z in zs]).mean()
-
-
-def host_cases(options: Options) -> dict[tuple[str, str], ValueOf]:
-    """Return functions that compute a loss, by estimator and way."""
-    cases: dict[tuple[str, str], ValueOf] = {(TWO_PRODUCTS, SAVED): two_products}
-    for estimator in options.estimators:
-        if estimator == "sampled":
-            loss = DispersionLoss(estimator=estimator, max_tokens=HOST_SAMPLE)
-            cases[estimator, SAVED] = partial(added, loss, SAVED)
-        else:
-            loss = DispersionLoss(estimator=estimator)
-            cases[estimator, SAVED] = partial(layer_by_layer, loss)
-        cases[estimator, HOOK] = partial(added, loss, HOOK)
-    return cases
-
-
-def host_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the CPU microseconds per layer, the least of several rounds."""
-    torch.set_num_threads(1)  # otherwise, waiting threads would count
-    cases = host_cases(options)
-    best = dict.fromkeys(cases, math.inf)
-    with (
-        mock.patch.object(kernels, "run_fused", run_compiled),
-        pretended_kernel(write_zeros, dtype=torch.float32),
-    ):
-        for round_ in range(options.host_rounds + 1):
-            for case, value_of in cases.items():
-                seconds = host_seconds(value_of)
-                if round_ > 0:  # the first round compiles
-                    best[case] = min(best[case], seconds)
-    least = best[TWO_PRODUCTS, SAVED]
-    return [
-        {
-            "estimator": estimator,
-            "way": way,
-            "host_us": 1e6 * seconds / HOST_LAYERS,
-            "ratio_to_two_products": seconds / least,
-        }
-        for (estimator, way), seconds in best.items()
-    ]
-
-
-def write_zeros(q: Tensor, sums: Tensor, **arguments: Any) -> None:
-    """Replace the Triton kernel of pairs. New memory would have denormal numbers, with
-    which the CPU's next products would be slow.
-    """
-    q.zero_()
-    sums.zero_()
-
-
-def run_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the result of a fused function, which is compiled on a CPU too."""
-    return compiled(function)(*args, **kwargs)
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function. It is not dynamic: a trainer's shapes are fixed."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def host_seconds(value_of: ValueOf) -> float:
-    """Return the CPU seconds of forward and backward of all layers."""
-    inputs = [
-        torch.randn(HOST_SHAPE, device=DEVICE, requires_grad=True)
-        for _ in range(HOST_LAYERS)
-    ]
-    outputs = [z.view_as(z) for z in inputs]
-    gradients = [torch.zeros_like(z) for z in inputs]
-    torch.get_device_module(DEVICE).synchronize()
-    start = time.process_time()
-    torch.autograd.backward([value_of(outputs), *outputs], [None, *gradients])
-    return time.process_time() - start
 
 
 @dataclass(frozen=True)
@@ -656,7 +514,7 @@ class Stack(nn.Module):
         self.x = torch.randn_like(shape.empty(DEVICE))
 
     def step(self, loss: DispersionLoss | None, way: str) -> None:
-        """Run forward and backward, with a dispersion loss if it is not None."""
+        """Run forward and backward, with a dispersion loss if ``loss`` is given."""
         self.zero_grad()
         z = self.x
         outputs = []
@@ -671,8 +529,8 @@ class Stack(nn.Module):
         total.backward()
 
     def profiled(self, loss: DispersionLoss | None, way: str) -> DeviceTime:
-        """Return the device's time of a step, after two steps that warm up."""
-        # A CPU's ops stand for kernels, to test this code.
+        """Return the device's time of a step, after two warm-up steps."""
+        # On a CPU, ops stand in for kernels, so that this code can be tested.
         activity = getattr(ProfilerActivity, DEVICE.upper())
         device = getattr(DeviceType, DEVICE.upper())
         synchronize = torch.get_device_module(DEVICE).synchronize
@@ -690,10 +548,11 @@ class Stack(nn.Module):
 
 
 def measured_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the device's times of a step, and the busy time of the loss per layer: the
-    difference to a step without the loss.
+    """Return device times of a step, by shape, estimator and way. Estimator "off" is a step
+    without the loss. The busy time of the loss per layer is the difference from it. On a
+    GPU of ``PREDICTED_GPUS``, the predicted time is beside it.
     """
-    gpu = "CPU"
+    gpu = ""
     if DEVICE == "cuda":
         gpu = cost.gpu_name("")
     rows = []
@@ -707,10 +566,10 @@ def measured_rows(options: Options) -> list[dict[str, Any]]:
             loss_ms = (on.busy_ms - off.busy_ms) / options.layers
             row = {"shape": text, "estimator": estimator, "way": way, **asdict(on)}
             row["loss_ms_per_layer"] = loss_ms
-            if gpu in GPUS:
+            if gpu in PREDICTED_GPUS:
                 per_layer = count(shape, estimator, way, options.layers)
-                row["predicted_ms_per_layer"] = per_layer.device_ms(gpu)
-                row["predicted_to_measured"] = per_layer.device_ms(gpu) / loss_ms
+                row["predicted_ms_per_layer"] = per_layer.milliseconds(gpu)
+                row["predicted_to_measured"] = per_layer.milliseconds(gpu) / loss_ms
             rows.append(row)
     return rows
 
@@ -719,10 +578,6 @@ def main(options: Options) -> None:
     if not options.kernel:
         triton_pairs.CHOICE = "0"
     tables = {"counts": count_rows(options)}
-    if options.rule:
-        tables["rule"] = rule_rows(options)
-    if options.host_rounds:
-        tables["host"] = host_rows(options)
     if options.measure:
         tables["measured"] = measured_rows(options)
     show(options.json, **tables)

@@ -184,7 +184,7 @@ def counts_of(results):
 
 
 def test_gpu_cost():
-    results = results_of("gpu_cost.py", "--layers 2 --host-rounds 0 --rule")
+    results = results_of("gpu_cost.py", "--layers 2")
     counts = counts_of(results)
     for key, megabytes in KERNEL_MEGABYTES.items():
         assert counts[key]["other_bytes"] == pytest.approx(megabytes * 1e6, rel=3e-3)
@@ -195,21 +195,30 @@ def test_gpu_cost():
     assert exact["product_flops"] == (2 * cosines + 2) * 8 * 2048**2 * 1024
     assert {row["host_waits"] for row in counts.values()} == {0}
 
-    exact, moments, exact_of_8, moments_of_8 = results["rule"]
-    assert exact["sent_bytes"] == moments["sent_bytes"] == 0
-    # on 8 ranks, of z in bf16, and of M in float32, twice
-    assert exact_of_8["sent_bytes"] == pytest.approx(7 / 8 * 8192 * 1024 * 2, rel=1e-3)
-    assert moments_of_8["sent_bytes"] == pytest.approx(7 / 8 * 8 * 1024**2, rel=0.05)
-    assert moments["ratio_to_exact"] == pytest.approx(
-        moments["device_ms"] / exact["device_ms"]
+    assert {row["sent_bytes"] for row in counts.values()} == {0}
+    exact, moments = (
+        counts["1x8192x1024:bfloat16", estimator, "saved"]["H200_ms"]
+        for estimator in ("exact", "moments")
     )
-    assert [row["within_rule"] for row in results["rule"]] == [True] * 4
+    assert moments / exact == pytest.approx(0.34, abs=0.005)  # docs/benchmarks.md
+
+
+def test_gpu_cost_of_a_sequence_on_eight_ranks():
+    options = "--layers 2 --ranks 8 --shapes 1x1024x1024:bfloat16"
+    counts = counts_of(results_of("gpu_cost.py", options))
+    exact, moments = (
+        counts["1x1024x1024:bfloat16", estimator, "saved"]
+        for estimator in ("exact", "moments")
+    )
+    # of z in bf16, and of M in float32, twice
+    assert exact["sent_bytes"] == pytest.approx(7 / 8 * 8192 * 1024 * 2, rel=1e-3)
+    assert moments["sent_bytes"] == pytest.approx(7 / 8 * 8 * 1024**2, rel=0.05)
+    # The collectives take less time than what they save.
+    assert 0 < moments["H200_ms"] < 0.6 * exact["H200_ms"]
 
 
 def test_gpu_cost_without_the_kernel():
-    counts = counts_of(
-        results_of("gpu_cost.py", "--layers 2 --host-rounds 0 --no-kernel")
-    )
+    counts = counts_of(results_of("gpu_cost.py", "--layers 2 --no-kernel"))
     for key, megabytes in MEGABYTES.items():
         assert counts[key]["other_bytes"] == pytest.approx(megabytes * 1e6, rel=3e-3)
     for (shape, estimator, way), row in counts.items():
@@ -242,16 +251,8 @@ def test_gpu_cost_without_the_kernel():
 
 @pytest.mark.slow
 def test_gpu_cost_on_this_machine():
-    options = "--layers 2 --shapes 2x64x16:float32 --estimators exact --host-rounds 1 --measure"
-    results = results_of("gpu_cost.py", options)
-    host = {(r["estimator"], r["way"]): r["host_us"] for r in results["host"]}
-    assert list(host) == [
-        ("two products", "saved"),
-        ("exact", "saved"),
-        ("exact", "hook"),
-    ]
-    assert 0 < host["two products", "saved"] < host["exact", "saved"]
-    off, *steps = results["measured"]
+    options = "--layers 2 --shapes 2x64x16:float32 --estimators exact --measure"
+    off, *steps = results_of("gpu_cost.py", options)["measured"]
     assert off["busy_ms"] > 0
     for row in steps:
         assert row["busy_ms"] > 0  # more than without the loss, on a quiet machine

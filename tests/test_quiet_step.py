@@ -5,7 +5,6 @@ and learns one step later.
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from tests.command_line import ROOT
+from tests import step_counts
 from tests.distributed import spawn
 from tests.mesh import build
 from titan_disp import safe_dcp
@@ -37,18 +36,10 @@ QUIET = (
 
 
 def counts(sample, folder):
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # as Python does for a script
-    from benchmarks import quiet
-
     found = {}
-    for case in quiet.CASES:
-        found[case] = quiet.count(
-            case,
-            quiet.options_of(Path(sample), Path(folder) / case),
-            LAYERS,
-            warmup=2,
-            steps=3,
-        )
+    for case in step_counts.CASES:
+        options = step_counts.options_of(Path(sample), Path(folder) / case)
+        found[case] = step_counts.count(case, options, LAYERS, warmup=2, steps=3)
         dist.barrier()
     if dist.get_rank() == 0:
         (Path(folder) / "counts.json").write_text(json.dumps(found))
