@@ -22,6 +22,7 @@ from scipy import stats
 from benchmarks.evidence_runs import (
     ROOT,
     Key,
+    Row,
     Runs,
     Value,
     blocks_cosine,
@@ -39,7 +40,9 @@ from benchmarks.evidence_runs import (
 )
 from benchmarks.preregistered import (
     PREDICTIONS,
+    described,
     difference,
+    on_minus_off,
     outcomes,
     read_values,
 )
@@ -51,8 +54,10 @@ README = "README.md"
 # Learning rates in the first experiment's tuning
 LOW_RATES = (0.001, 0.002)
 RATES = (*LOW_RATES, 0.004, 0.008, 0.016)
+WARMUPS = (0.05, 0.2)
 # The (warm-up, index of the seed) of each curve of the tuning
-CURVES = tuple(product((0.05, 0.2), (0, 1)))
+CURVES = tuple(product(WARMUPS, (0, 1)))
+TUNED = ("widths", "widths-again")  # the parts of the second experiment
 WIDTHS = (16, 192, 768)
 # The first experiment's six comparisons, whose p values Holm's method adjusts
 OTHERS = ("on-0.03", "on-first-quarter", "on-moments", "noisy-embedding")
@@ -100,6 +105,27 @@ def tuning_curves(runs: Runs) -> np.ndarray:
     return np.array([[cell(rate, *curve) for rate in RATES] for curve in CURVES])
 
 
+def tuning_orders(runs: Runs, rates: Sequence[float]) -> list[float]:
+    """Return ρ of off's runs at these rates in the first experiment's tuning."""
+
+    def order(row: Row) -> float:
+        return depth_order(row, "development")
+
+    conditions = [
+        f"off_lr-{rate:g}_warmup-{w:g}" for rate, w in product(rates, WARMUPS)
+    ]
+    of_seeds = [runs.values("tuning", name, order) for name in conditions]
+    return [number for by_seed in of_seeds for number in by_seed.values()]
+
+
+def tuned_mean(runs: Runs, state: str, value: Value) -> float:
+    """Return the mean of a number over the runs of "off" or "on" of width 192 in the second
+    experiment.
+    """
+    parts = [runs.values(part, f"{state}-192", value) for part in TUNED]
+    return float(np.mean([number for part in parts for number in part.values()]))
+
+
 def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:
     """Return the changes of the blocks' cosine and of cross-entropy against no auxiliary
     loss, by the name of the auxiliary loss: means over the seeds of the part "losses".
@@ -121,7 +147,7 @@ def comparisons(runs: Runs) -> dict[str, np.ndarray]:
     """
     off, again = (runs.values(part, "off") for part in ("main", "restored"))
     on = runs.values("main", "on")
-    new = [runs.on_off(part, "-192") for part in ("widths", "widths-again")]
+    new = [runs.on_off(part, "-192") for part in TUNED]
     mean_off = {seed: (off[seed] + again[seed]) / 2 for seed in again}
     return {
         "first experiment, rate 0.016": paired(on, off),
@@ -159,10 +185,10 @@ def phrases(runs: Runs) -> Iterator[tuple[str, str]]:
     for name, row in table.items():
         yield PAGE, f"| {name} | {len(row)} | {row.mean():+.4f} | {ends(row)} |"
     yield PAGE, f"Over {len(new)} seeds"
-    yield PAGE, f"is {new.mean():+.4f} nats (95 % interval {ends(new)})"
+    yield PAGE, f"is {new.mean():+.4f} nats (95 % interval {ends(new)}"
     yield PAGE, f"a gain of more than {-low:.4f} nats"
-    yield PAGE, f"is {ends(new, 0.9)} over the {len(new)} seeds"
-    yield PAGE, f"(p {sign_flip(again):.2f} and {sign_flip(mean_of_two):.2f})"
+    yield PAGE, f"which is {ends(new, 0.9)} and lies"
+    yield PAGE, f"p is {sign_flip(again):.2f} and {sign_flip(mean_of_two):.2f}"
     yield from of_the_rules(runs, float(new.std(ddof=1)))
     yield from of_the_predictions()
     yield from of_post_hoc(runs)
@@ -194,12 +220,16 @@ def of_the_rules(runs: Runs, deviation: float) -> Iterator[tuple[str, str]]:
 
 def of_the_predictions() -> Iterator[tuple[str, str]]:
     """Yield the verdict of each prediction in docs/preregistration.md whose runs have all
-    finished, and how much the learning rate alone matters.
+    finished, on − off at the other rates, and how much the learning rate alone matters.
     """
     values = read_values([str(PREREGISTERED)])
     for name, outcome in outcomes(values).items():
         if len(outcome) == PREDICTIONS[name].seeds:
             yield PAGE, PREDICTIONS[name].verdict(outcome)
+    _, *others = on_minus_off(values).items()
+    for rate, on_off in others:
+        row = f"not planned: *on* − *off* at rate {rate} | {described(on_off, 0.95)}"
+        yield PAGE, row
     by_rate = difference(values, "validation", "off_lr-0.001", "off_lr-0.004")
     yield PAGE, f"*off* is {by_rate.mean():.2f} nats better than at the lowest rate"
 
@@ -211,10 +241,12 @@ def of_post_hoc(runs: Runs) -> Iterator[tuple[str, str]]:
     slopes = polyfit(np.log2(RATES), curves.T, 1)[1]
     yield PAGE, f"at most {LOW_RATES[-1]:g}"
     below_zero = (at_low_rates < 0).sum()
-    yield PAGE, f"below zero in {below_zero} of {at_low_rates.size} cells"
+    yield PAGE, f"below zero in {below_zero} of {at_low_rates.size} pairs"
     yield PAGE, f"mean {at_low_rates.mean():.3f})"
     yield PAGE, f"all {len(curves)} curves"
     yield PAGE, f"by {slopes.min():.3f} to {slopes.max():.3f} per doubling"
+    yield PAGE, f"at least {min(tuning_orders(runs, RATES[:1])):.2f} at rate 0.001"
+    yield PAGE, f"at most {max(tuning_orders(runs, RATES[3:])):.2f} from rate 0.008"
     changes = changes_by_loss(runs)
     rank = stats.spearmanr([*changes.values()])  # of the two columns
     yield PAGE, f"Over {len(changes)} losses"
@@ -226,12 +258,13 @@ def of_post_hoc(runs: Runs) -> Iterator[tuple[str, str]]:
 
 def of_the_models(runs: Runs) -> Iterator[tuple[str, str]]:
     """Yield phrases about condensation, repeated runs and other outcomes."""
-    cosine = runs.on_off("main", value=blocks_cosine)
-    means = [runs.mean("main", state, blocks_cosine) for state in ("off", "on")]
-    yield PAGE, f"blocks is {means[0]:.2f}"
-    yield PAGE, f"is {runs.mean('main', 'off', depth_order):.2f}."
-    fallen = f"in {(cosine < 0).sum()} of {len(cosine)} seeds"
-    yield PAGE, f"from {means[0]:.2f} to {means[1]:.2f}, {fallen}"
+    cosine, order = (
+        {state: tuned_mean(runs, state, value) for state in ("off", "on")}
+        for value in (blocks_cosine, depth_order)
+    )
+    yield PAGE, f"blocks is {cosine['off']:.2f}"
+    yield PAGE, f"ρ is {order['off']:.2f})"
+    yield PAGE, f"the cosine to {cosine['on']:.2f}, but raises ρ to {order['on']:.2f}"
     off = runs.values("main", "off")
     reruns = abs(paired(runs.values("restored", "off"), off))
     yield PAGE, f"by up to {reruns.max():.3f} (on average {reruns.mean():.3f})"
@@ -244,8 +277,9 @@ def of_the_models(runs: Runs) -> Iterator[tuple[str, str]]:
     words = runs.mean("main", "off", last_word)
     yield PAGE, f"last words is {100 * words:.1f} %"
     states = ("on-0.1", "off")
-    further = paired(*(runs.values("midtraining", s, new_text_loss) for s in states))
-    yield PAGE, f"gives {further.mean():+.4f} ({ends(further)})"
+    for value, words in ((new_text_loss, "gives {}"), (loss, "and {} on the old")):
+        further = paired(*(runs.values("midtraining", s, value) for s in states))
+        yield PAGE, words.format(f"{further.mean():+.4f} ({ends(further)})")
     longer = runs.mean("main", "on", seconds) / runs.mean("main", "off", seconds) - 1
     yield PAGE, f"took {percent(longer)} longer"
 

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.evidence import (
     CURVES,
+    PREREGISTERED,
     RATES,
     changes_by_loss,
     comparisons,
@@ -33,6 +34,7 @@ from benchmarks.evidence_runs import (
     seconds,
     sign_flip,
 )
+from benchmarks.preregistered import on_minus_off, read_values
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.lab.plots import OKABE_ITO
 from titan_disp.text import csv_text
@@ -121,19 +123,31 @@ def panel(height: float, label: str) -> Axes:
 
 
 def rates(runs: Runs) -> Axes:
-    """Draw on − off over the learning rate, in the first experiment's tuning: the curves
-    and their mean.
+    """Draw on − off over the learning rate: the curves of the first experiment's tuning,
+    and experiment A's means with their intervals.
     """
     axes = panel(3.6, "learning rate of both")
     curves = tuning_curves(runs)
-    names = [f"warm-up {warmup:.0%}, seed {101 + index}" for warmup, index in CURVES]
+    names = [
+        f"tuning: warm-up {warmup:.0%}, seed {101 + index}" for warmup, index in CURVES
+    ]
     for curve, name, color in zip(curves, names, OKABE_ITO, strict=False):
         axes.plot(RATES, curve, "o-", color=color, alpha=0.6, label=name)
-    axes.plot(RATES, curves.mean(0), "s-", color="black", linewidth=2, label="mean")
+    by_rate = on_minus_off(read_values([str(PREREGISTERED)]))
+    by_seed = np.array([*by_rate.values()])
+    means = by_seed.mean(-1)
+    axes.errorbar(
+        [*map(float, by_rate)],
+        means,
+        abs(np.array(interval(by_seed)) - means),
+        fmt="ks",
+        capsize=3,
+        label="experiment A: mean of 8 seeds, 95 % interval",
+    )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-    axes.set_ylabel("on − off, development\ncross-entropy (nats)")
+    axes.set_ylabel("on − off, held-out\ncross-entropy (nats)")
     axes.legend(fontsize=8)
     return axes
 

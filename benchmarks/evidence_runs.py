@@ -46,9 +46,9 @@ def blocks_cosine(row: Row, text: str = "test") -> float:
     return float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
 
 
-def depth_order(row: Row) -> float:
-    """Return the Spearman correlation of the test text's mean cosines with depth."""
-    return order_of(row["numbers"]["test"]["mean_cosine"])
+def depth_order(row: Row, text: str = "test") -> float:
+    """Return the Spearman correlation of a text's mean cosines with depth."""
+    return order_of(row["numbers"][text]["mean_cosine"])
 
 
 def order_of(mean_cosine: Sequence[float]) -> float:

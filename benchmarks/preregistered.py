@@ -122,6 +122,14 @@ def difference(
     return pairs[:, 0] - pairs[:, 1]
 
 
+def on_minus_off(values: pandas.DataFrame) -> dict[str, np.ndarray]:
+    """Return on − off [seeds] in experiment A, by learning rate."""
+    return {
+        rate: difference(values, "validation", f"on_lr-{rate}", f"off_lr-{rate}")
+        for rate in RATES
+    }
+
+
 def outcomes(values: pandas.DataFrame) -> dict[str, np.ndarray]:
     """Return the outcome [seeds] of each prediction of A and B, for the seeds of which all
     runs have finished.
