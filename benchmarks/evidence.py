@@ -68,6 +68,7 @@ SETTINGS = {
     PAGE: """
         Qwen3 of 0.4 M parameters; 2.5 M tokens; 600 steps; 2,400 steps; 12 layers
         rates 0.001, 0.004 and 0.016; at rate 0.004; rate 0.016; rate 0.032; λ 0.1
+        at 1.5 times the lowest rate; At 1.5 times the lowest rate
         MLP width 16; MLP width 768; From width 16 to 768
         95 %; 97.5 %; 90 %; ±0.01; by less than 0.02; a gain of 0.02; a change of 0.03
         60 to 90 %; +1.17 points; 0.6 B parameters and 156 B tokens
