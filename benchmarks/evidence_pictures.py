@@ -129,7 +129,8 @@ def rates(runs: Runs) -> Axes:
     axes = panel(3.6, "learning rate of both")
     curves = tuning_curves(runs)
     names = [
-        f"tuning: warm-up {warmup:.0%}, seed {101 + index}" for warmup, index in CURVES
+        f"tuning (development text): warm-up {warmup:.0%}, seed {101 + index}"
+        for warmup, index in CURVES
     ]
     for curve, name, color in zip(curves, names, OKABE_ITO, strict=False):
         axes.plot(RATES, curve, "o-", color=color, alpha=0.6, label=name)
@@ -142,12 +143,12 @@ def rates(runs: Runs) -> Axes:
         abs(np.array(interval(by_seed)) - means),
         fmt="ks",
         capsize=3,
-        label="experiment A: mean of 8 seeds, 95 % interval",
+        label="experiment A (test text): mean of 8 seeds, 95 % interval",
     )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-    axes.set_ylabel("on − off, held-out\ncross-entropy (nats)")
+    axes.set_ylabel("on − off, cross-entropy (nats;\nabove 0, dispersion is worse)")
     axes.legend(fontsize=8)
     return axes
 
