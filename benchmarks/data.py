@@ -4,16 +4,17 @@ the same files.
     python benchmarks/data.py            # tables
     python benchmarks/data.py --json     # only an object with "rows" and "bounds"
 
-One process runs rank 0 of 64, 40 and 1 ranks, on 64 files. This is the speed of a rank
+One process runs rank 0 of 64 and of 40 ranks, on 64 files. This is the speed of a rank
 that has its own cores, with the files in the page cache. Texts have C4's mean length (2.2
-kB) and spread. The rows "reading" use a tokenizer that takes no time.
+kB) and spread. "bounds" has the memory and the time of a rank with many slots or a large
+document.
 """
 
 import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
@@ -57,21 +58,22 @@ class Options(Printed):
     rounds: int = 3
     """Number of rounds, in which the loaders take turns. The median counts."""
     many_files: int = 1024
-    """Number of files in the rows with many slots: hard links to the 64 files."""
+    """Number of files in the rows with many slots: hard links to the other files."""
 
 
 def write_corpus(folder: Path, options: Options) -> None:
-    """Write the sample corpus's text with C4's layout and document lengths, a tokenizer
-    of SentencePiece, and one of Hugging Face.
+    """Write the sample corpus's text with C4's layout and document lengths, and a
+    SentencePiece and a Hugging Face tokenizer.
     """
     texts = [d["text"] for d in documents()]
     words = " ".join(texts).split(" ")
     rng = np.random.default_rng(0)
-    # A lognormal distribution with a mean of 2.2 kB (about 370 words of 6 characters)
+    # A lognormal distribution with a mean of 2.2 kB (about 370 words of 6 characters):
+    # 0.6 is half of the variance, 1.1².
     shape = (options.files, options.documents)
     lengths = rng.lognormal(math.log(370) - 0.6, 1.1, shape).astype(int) + 10
     starts = rng.integers(0, len(words), shape)
-    # so that a document may go on after the end
+    # so that a document may run past the end
     words += words[: lengths.max()]
     (folder / "en").mkdir()
     for f in range(options.files):
@@ -102,25 +104,6 @@ def write_corpus(folder: Path, options: Options) -> None:
     )
 
 
-class Free(BaseTokenizer):
-    """A tokenizer that takes no time: every four characters are a token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bos_id = None
-        self.eos_id = 0
-        self._ids = [1] * (1 << 20)
-
-    def encode(self, text: str, **_: bool) -> list[int]:  # type: ignore[override]
-        return self._ids[: 1 + len(text) // 4]
-
-    def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        return 2
-
-
 def job_config(folder: Path, tokenizer: str, seq_len: int) -> JobConfig:
     """Return a config that reads C4's files in a folder, without a worker process."""
     words = (
@@ -135,7 +118,7 @@ def job_config(folder: Path, tokenizer: str, seq_len: int) -> JobConfig:
 def ours(
     job: JobConfig, ranks: int, slots: int, tokenizer: BaseTokenizer
 ) -> StreamLoader:
-    """Return our loader of rank 0. ``slots`` is the number of slots of all ranks."""
+    """Return our loader for rank 0. ``slots`` is the number of slots of all ranks."""
     job.stream.slots = slots
     files = list_files("c4", job.training.dataset_path)
     return open_stream(job, files, tokenizer, dp_world_size=ranks, dp_rank=0)
@@ -173,11 +156,12 @@ def measure(loader: Any, options: Options) -> dict[str, float | None]:
 
 
 def median(rounds: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Return the row whose number is the median."""
+    """Return the row whose number ``key`` is the median."""
     return sorted(rounds, key=itemgetter(key))[len(rounds) // 2]
 
 
-# The keys of [stream] in each case, by the name of the loader
+# The keys of [stream] in each case, by the name of the loader. Without prefetch, this
+# process reads the files.
 LOADERS: dict[str, dict[str, Any]] = {
     "titan-disp": {"prefetch": 4},
     "titan-disp, prefetch = 0": {},
@@ -194,15 +178,12 @@ def speed(
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader as stock
 
     rows = []
-    for (name, path), ranks in product(tokenizers.items(), (64, 40, 1)):
-        is_free = name == "reading"
+    for (name, path), ranks in product(tokenizers.items(), (64, 40)):
         measured: dict[str, list[dict[str, Any]]] = {}
         for loader_name, keys in [*LOADERS.items()] * options.rounds:
-            if is_free and "fast_tokenizer" in keys:
-                continue
             job = job_config(folder, path, options.seq_len)
             vars(job.stream).update(keys)
-            tokenizer = Free() if is_free else load_tokenizer(path)
+            tokenizer = load_tokenizer(path)
             loader: Any
             if loader_name == "TorchTitan":
                 loader = stock(ranks, 0, tokenizer, job)
@@ -234,27 +215,31 @@ class Case(NamedTuple):
 
     slots: int
     corpus: str  # the name of its folder
-    rounds: int = 1  # sequences of each slot
-    skipped: float = 0.0  # the part of each file that is skipped, as at a resume
-    max_mb: float = 16.0  # the limit of a document
+    per_slot: int = 1  # sequences of each slot
+    skipped: float = 0.0  # the fraction of each file that is skipped, as at a resume
+    stream: Mapping[str, float] = {}  # keys of [stream]
 
 
 CASES = {
+    "2,048 slots, not shuffled": Case(2048, "many", stream={"shuffle_window": 0}),
     "2,048 slots": Case(2048, "many"),
+    "2,048 slots, a window of 512": Case(2048, "many", stream={"shuffle_window": 512}),
     "2,048 slots, resumed": Case(2048, "many", skipped=0.5),
-    "16 slots": Case(16, "large", rounds=8),
-    "16 slots, a document of 50 MB": Case(16, "large", rounds=24, max_mb=64.0),
+    "16 slots": Case(16, "large", per_slot=8),
+    "16 slots, a document of 50 MB": Case(
+        16, "large", per_slot=24, stream={"max_document_mb": 64.0}
+    ),
 }
 
 
 def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
     """Return the memory and the open files of all slots on one rank, in this process,
-    and the time to the last sequence.
+    and the times to the first and the last sequence.
     """
     case = CASES[name]
     tokenizer = folder / "sample" / "tokenizer"
     job = job_config(folder / case.corpus, str(tokenizer), seq_len=2048)
-    job.stream.max_document_mb = case.max_mb
+    vars(job.stream).update(case.stream)
     loader = ours(job, 1, case.slots, load_tokenizer(tokenizer))
     skip = int(case.skipped * options.documents)
     loader.positions[:, [Field.HEAD, Field.BODY_DOCUMENT, Field.TAIL]] = skip
@@ -263,7 +248,7 @@ def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
     batches = iter(loader)
     next(batches)
     first = time.perf_counter() - start
-    sequences = case.slots * case.rounds
+    sequences = case.slots * case.per_slot
     for _ in range(sequences - 1):
         next(batches)
     seconds = time.perf_counter() - start
@@ -293,7 +278,7 @@ def link_many(files: Sequence[Path], folder: Path, count: int) -> None:
 
 def write_large(folder: Path) -> None:
     """Write sixteen files of 1,000 documents of 2 kB. In one file, a document near the
-    beginning has 50 MB.
+    beginning is 50 MB long.
 
     The text of that document repeats, so that gzip stores it in few bytes. Each slot has
     an equal share of the stored bytes: if one file were many times larger than the
@@ -319,7 +304,7 @@ def main(options: Options) -> None:
         )
         write_large(folder)
         write_sample(folder / "sample")
-        names = {"SentencePiece": "spm", "Hugging Face": "hf", "reading": "hf"}
+        names = {"SentencePiece": "spm", "Hugging Face": "hf"}
         tokenizers = {name: str(folder / path) for name, path in names.items()}
         rows = speed(folder, tokenizers, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
