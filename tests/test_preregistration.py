@@ -140,7 +140,7 @@ def test_the_deviation_is_the_measured_one():
 def test_the_sweeps_are_those_of_the_page():
     a = runs_of("rate", "rate_or_dispersion")
     b = runs_of("condensing", "condensing_dose")
-    assert (len(a), len(runs_of("condensing_tuning"))) == (88, 12)
+    assert (len(a), len(runs_of("condensing_tuning"))) == (88, 16)
     assert "is 88 runs" in PAGE
     assert len(b) == 32 + 24
     assert len(set(a + b)) == 88 + 56  # no run is in two sweeps
