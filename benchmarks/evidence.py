@@ -66,15 +66,15 @@ FAMILY = (("main", "on"), ("width", "on"), *(("main", name) for name in OTHERS))
 # numbers in names
 SETTINGS = {
     PAGE: """
-        Qwen3 of 0.4 M parameters; 2.5 M tokens; 600 steps; 2,400 steps; 12 layers
+        With Qwen3; model of 0.4 M parameters; 2.5 M tokens; 600 steps; 2,400 steps; 12 layers
         rates 0.001, 0.004 and 0.016; rate 0.016; rate 0.032; the tuned rate, 0.032
         at 1.5 times the lowest rate; At 1.5 times the lowest rate; λ 0.1
-        helped at rate 0.001, and was worse at 0.016; the next two rows
-        (2 seeds); two-seed tuning; GPT-2
+        helped at rate 0.001, and less; At 0.016, it was worse; the next two rows
+        (2 seeds); two-seed tuning; GPT-2; 8 of 8 tuning pairs
         MLP width 16; MLP width 768; from width 16 to 768
         95 %; 97.5 %; 90 %; ±0.01; by less than 0.02; a gain of 0.02; a change of 0.03
         60 to 90 %; +1.17 points; 0.6 B parameters and 156 B tokens
-        evidence_124m.toml; 124 M parameters; 44 hours on an H100
+        evidence_124m.toml
     """,
     README: "0.4 M parameters; 95 %; +1.17 points; 0.6 B parameters; 156 B tokens",
 }

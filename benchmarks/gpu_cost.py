@@ -6,7 +6,7 @@
     python benchmarks/gpu_cost.py --no-kernel  # without the Triton kernel of pairs
 
 The loss runs on meta tensors, which have shapes but no data, and takes the path of a
-GPU. Unless a name ends in "of_layers", numbers are per layer, forward and backward:
+GPU. Unless a name ends in "of_layers", counts are per layer, forward and backward:
 
 kernels         launched kernels. A fused function counts as one; so does the Triton
                 kernel of pairs, with its products
