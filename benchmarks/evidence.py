@@ -14,7 +14,8 @@ or if the page or paragraph has a number that is in no phrase and not in ``SETTI
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import product
+from functools import partial
+from itertools import chain, product
 
 import numpy as np
 from numpy.polynomial.polynomial import polyfit
@@ -23,7 +24,6 @@ from scipy import stats
 from benchmarks.evidence_runs import (
     ROOT,
     Key,
-    Row,
     Runs,
     Value,
     blocks_cosine,
@@ -76,7 +76,7 @@ SETTINGS = {
         MLP width 16; MLP width 768; from width 16 to 768
         95 %; 97.5 %; 90 %; ±0.01; by less than 0.02; a gain of 0.02; a change of 0.03
         60 to 90 %; +1.17 points; 0.6 B parameters and 156 B tokens
-        evidence_124m.toml
+        evidence_124m.toml; 44 hours on an H100
     """,
     README: "0.4 M parameters; 95 %; +1.17 points; 0.6 B parameters; 156 B tokens",
 }
@@ -110,25 +110,27 @@ def tuning_curves(runs: Runs) -> np.ndarray:
     return np.array([[cell(rate, *curve) for rate in RATES] for curve in CURVES])
 
 
+def numbers_of(runs: Runs, keys: Sequence[Key], value: Value) -> list[float]:
+    """Return a number of all runs of several conditions."""
+    by_seed = [runs.values(*key, value) for key in keys]
+    return [*chain.from_iterable(numbers.values() for numbers in by_seed)]
+
+
 def tuning_orders(runs: Runs, rates: Sequence[float]) -> list[float]:
     """Return ρ of off's runs at these rates in the first experiment's tuning."""
-
-    def order(row: Row) -> float:
-        return depth_order(row, "development")
-
-    conditions = [
-        f"off_lr-{rate:g}_warmup-{w:g}" for rate, w in product(rates, WARMUPS)
+    keys = [
+        ("tuning", f"off_lr-{rate:g}_warmup-{warmup:g}")
+        for rate, warmup in product(rates, WARMUPS)
     ]
-    of_seeds = [runs.values("tuning", name, order) for name in conditions]
-    return [number for by_seed in of_seeds for number in by_seed.values()]
+    return numbers_of(runs, keys, partial(depth_order, text="development"))
 
 
 def tuned_mean(runs: Runs, state: str, value: Value) -> float:
     """Return the mean of a number over the runs of "off" or "on" of width 192 in the second
     experiment.
     """
-    parts = [runs.values(part, f"{state}-192", value) for part in TUNED]
-    return float(np.mean([number for part in parts for number in part.values()]))
+    keys = [(part, f"{state}-192") for part in TUNED]
+    return float(np.mean(numbers_of(runs, keys, value)))
 
 
 def changes_by_loss(runs: Runs) -> dict[str, tuple[float, float]]:

@@ -263,10 +263,9 @@ esac"""
             **variables,
         }
         command = ["bash", ROOT / "slurm" / "node.sh", *words]
-        done = subprocess.run(
+        return subprocess.run(
             command, env=given, stdout=subprocess.PIPE, text=True, check=True
-        )
-        return done.stdout
+        ).stdout
 
     def batch(self, *words, script="pretrain", **environment):
         """Run a batch script until the last process that has its output ends.

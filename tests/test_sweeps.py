@@ -739,6 +739,10 @@ def test_the_cost_of_the_experiment_at_124m(monkeypatch):
         round(number)
         for number in (minutes["on"], minutes["off"], 8 * hours, 6 * hours)
     ]
+    assert (
+        f"`plan` predicts {said[2] + said[3]} hours on an H100"
+        in (ROOT / "docs" / "evidence.md").read_text()
+    )
     assert (main.config, main.overrides) == (first.config, first.overrides)
     rated = [
         (one.name, (*one.overrides, "--optimizer.lr=6e-4")) for one in first.listed
