@@ -6,24 +6,19 @@ second, overhead, peak memory.
 
 One rank runs TorchTitan's trainer on random tokens. Each estimator and sequence length
 has a separate process. The estimators take turns for --rounds rounds, and the round with
-the fastest median step counts. "saved" is the exact estimator, with the gradients of
-large layers computed in the forward pass, as with the stock trainer. On a GPU, memory is
-the allocator's peak. On a CPU, it is the peak of the tensors of one more step, which
-torch's MemTracker counts. "planned" is the estimate of ``titan-disp plan``.
-
-On a CPU, there are two more numbers, as fractions of the step without dispersion: the
-time that dispersion adds ("cpu overhead"), and the time of the loss in the step ("loss
-cpu overhead"). They are CPU seconds of all threads, which depend less on other work on
-the machine. (benchmarks/dispersion.py measures the loss outside of a step.)
+the fastest median step counts. "cpu seconds" are those of all threads, which depend less
+on other work on the machine. On a GPU, memory is the allocator's peak. On a CPU, it is the
+peak of the tensors of one more step, which torch's MemTracker counts. "planned" is the
+estimate of ``titan-disp plan``. (benchmarks/dispersion.py measures the loss outside of a
+step.)
 """
 
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +29,6 @@ from measuring import Printed, in_a_fresh_process, show, timed
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
-SAVED = "saved"
 ON_GPU = torch.cuda.is_available()
 DEFAULTS: dict[str, Any] = {
     "config": "demo_cpu.toml",
@@ -63,37 +57,6 @@ class Options(Printed):
     """Options of the config, each as --overrides=--section.key=value."""
 
 
-class LossTime:
-    """The CPU seconds that steps spend in the dispersion loss, in forward and backward."""
-
-    seconds = 0.0
-
-    def install(self) -> None:
-        """Replace functions of the loss by functions that measure their time."""
-        from titan_disp.dispersion.autograd import LayerValue, SavedRows
-        from titan_disp.dispersion.loss import DispersionLoss
-
-        timed_call = self._timed(DispersionLoss.__call__)
-        DispersionLoss.__call__ = timed_call  # type: ignore[method-assign]
-        for function in (LayerValue, SavedRows):
-            function.backward = staticmethod(self._timed(function.backward))  # type: ignore[method-assign]
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            result = function(*args, **kwargs)
-            self.seconds += time.process_time() - start
-            return result
-
-        return call
-
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        seconds = self.seconds
-        self.seconds = 0.0
-        return seconds
-
-
 def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
     """Return the peak bytes of the tensors in one more training step.
 
@@ -120,11 +83,10 @@ def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
     )
 
 
-def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, Any]:
+def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Return the medians over steps and the peak memory, in this process.
 
-    ``argv`` are the options of the config. ``defer``: whether the gradients of large
-    layers are computed in the backward pass.
+    ``argv`` are the options of the config.
     """
     os.environ |= {
         "RANK": "0",
@@ -147,7 +109,7 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
     resolve_replicas(job_config, 1)  # TorchTitan's trainer does not accept -1
     with synthetic_inputs(job_config):
         trainer = Trainer(job_config)
-    trainer.loss_fn.defer = defer  # type: ignore[attr-defined]
+    trainer.loss_fn.defer = True  # type: ignore[attr-defined]  # as titan-disp's trainer
     batches = trainer.batch_generator(trainer.dataloader)
 
     def step() -> None:
@@ -160,36 +122,27 @@ def measure(argv: list[str], warmup: int, steps: int, defer: bool) -> dict[str, 
         step()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    loss_time = LossTime()
-    if not ON_GPU:  # where the host only launches kernels
-        loss_time.install()
-    times = []
-    for _ in range(steps):
-        times.append((*timed(step), loss_time.take()))
-    medians = map(statistics.median, zip(*times, strict=True))
-    names = ("seconds", "cpu_seconds", "loss_cpu_seconds")
-    numbers: dict[str, Any] = dict(zip(names, medians, strict=True))
-    if ON_GPU:
-        numbers["loss_cpu_seconds"] = None
-        numbers["peak_bytes"] = torch.cuda.max_memory_allocated()
-    else:
-        numbers["peak_bytes"] = tracked_peak(trainer, batches)
+    seconds, cpu_seconds = zip(*(timed(step) for _ in range(steps)), strict=True)
+    peak = (
+        torch.cuda.max_memory_allocated() if ON_GPU else tracked_peak(trainer, batches)
+    )
     accumulates = trainer.gradient_accumulation_steps > 1
     planned = estimate(job_config, meta_model(job_config), 1, accumulates)
-    numbers["planned_bytes"] = planned.total
-    numbers["tokens"] = tokens_per_step(job_config, 1)
-    return numbers
+    median = statistics.median(seconds)
+    return {
+        "seconds": median,
+        "cpu_seconds": statistics.median(cpu_seconds),
+        "tokens_per_second": tokens_per_step(job_config, 1) / median,
+        "peak_bytes": peak,
+        "planned_bytes": planned.total,
+    }
 
 
 def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
     """Return the numbers of an estimator, measured in a fresh process."""
-    dispersion = "--dispersion.enabled --dispersion.estimator "
+    dispersion = f"--dispersion.enabled --dispersion.estimator {estimator}"
     if estimator == "off":
         dispersion = "--dispersion.no-enabled"
-    elif estimator == SAVED:
-        dispersion += "exact"
-    else:
-        dispersion += estimator
     with tempfile.TemporaryDirectory() as folder:
         words = (
             f"--job.config_file {options.config} --job.dump_folder {folder} "
@@ -198,38 +151,22 @@ def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
             f"--metrics.no-enable_tensorboard --metrics.log_freq 1000000 {dispersion}"
         )
         argv = [*words.split(), *options.overrides]
-        defer = estimator != SAVED
-        return in_a_fresh_process(
-            partial(measure, argv, options.warmup, options.steps, defer=defer)
-        )
+        return in_a_fresh_process(measure, argv, options.warmup, options.steps)
 
 
 def main(options: Options) -> None:
     rows = []
     for seq_len in options.seq_len:
-        best: dict[str, dict[str, Any]] = {}
-        for _ in range(options.rounds):
-            for estimator in options.estimators:
-                numbers = run(options, seq_len, estimator)
-                fastest = best.setdefault(estimator, numbers)
-                if numbers["seconds"] < fastest["seconds"]:
-                    best[estimator] = numbers
-        off = best.get("off")
-        for estimator, numbers in best.items():
-            row = {
-                "estimator": estimator,
-                "flavor": options.flavor,
-                "seq_len": seq_len,
-                **numbers,
-                "tokens_per_second": numbers["tokens"] / numbers["seconds"],
-            }
-            if off is not None:
-                row["overhead"] = numbers["seconds"] / off["seconds"] - 1
-                if not ON_GPU:
-                    step = off["cpu_seconds"]
-                    row["cpu_overhead"] = numbers["cpu_seconds"] / step - 1
-                    row["loss_cpu_overhead"] = numbers["loss_cpu_seconds"] / step
+        rounds: dict[str, list[dict[str, Any]]] = {}
+        for estimator in options.estimators * options.rounds:
+            rounds.setdefault(estimator, []).append(run(options, seq_len, estimator))
+        for estimator, measured in rounds.items():
+            row = {"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len}
+            row |= min(measured, key=itemgetter("seconds"))
             rows.append(row)
+            if "off" in rounds:
+                off = min(measured_off["seconds"] for measured_off in rounds["off"])
+                row["overhead"] = row["seconds"] / off - 1
     show(options.json, rows=rows)
 
 

@@ -82,8 +82,9 @@ def test_step():
     options = "--overrides=--model.overrides=n_layers=2 --seq-len 64 --steps 1 --rounds 1 --estimators off exact"
     off, exact = results_of("step.py", options)["rows"]
     assert (off["estimator"], exact["estimator"]) == ("off", "exact")
-    assert off["overhead"] == off["cpu_overhead"] == off["loss_cpu_overhead"] == 0
-    assert 0 < exact["loss_cpu_seconds"] < exact["cpu_seconds"]
+    assert off["overhead"] == 0 < exact["tokens_per_second"]
+    assert exact["overhead"] == exact["seconds"] / off["seconds"] - 1
+    assert 0 < off["peak_bytes"] < exact["peak_bytes"]
 
 
 @pytest.fixture
