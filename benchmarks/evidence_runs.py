@@ -1,54 +1,37 @@
-"""The runs in docs/evidence.jsonl, and functions that compute numbers from them.
+"""The runs in docs/evidence.jsonl as a table, and statistics of the differences between them.
 
 benchmarks/evidence.py checks the page's numbers, and evidence_pictures.py draws them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pandas import DataFrame, Series
 from scipy import stats
 
+from titan_disp.lab.statistics import Difference, paired_difference
 from titan_disp.run.reader import read_json_lines
 
 ROOT = Path(__file__).parent.parent
+PREREGISTERED = ROOT / "docs" / "preregistered.csv"
+# Numbers of a run, as ``numbers`` names them
+LOSS = "test cross_entropy"
+NEW_TEXT_LOSS = "new_test cross_entropy"
+COSINE = "test mean_cosine of the blocks"
+
+# Learning rates in the first experiment's tuning
+LOW_RATES = (0.001, 0.002)
+RATES = (*LOW_RATES, 0.004, 0.008, 0.016)
+WARMUPS = (0.05, 0.2)
+# The (warm-up, index of the seed) of each curve of the tuning
+CURVES = tuple(product(WARMUPS, (0, 1)))
+TUNED = ("widths", "widths-again")  # the parts of the second experiment
 
 Row = Mapping[str, Any]  # a line of docs/evidence.jsonl
-Key = tuple[str, str]  # a part of the experiment, and a condition in it
-Value = Callable[[Row], float | None]
-
-
-def loss(row: Row, text: str = "test") -> float | None:
-    """Return the cross-entropy of a text in nats per token."""
-    return row["numbers"].get(text, {}).get("cross_entropy")
-
-
-def development_loss(row: Row) -> float | None:
-    return loss(row, "development")
-
-
-def new_text_loss(row: Row) -> float | None:
-    """Return the cross-entropy of the held-back text, for models after mid-training."""
-    return loss(row, "new_test")
-
-
-def last_word(row: Row) -> float:
-    """Return the fraction of test paragraphs whose last word is right, by greedy
-    decoding.
-    """
-    return row["numbers"]["test"]["last_word"]
-
-
-def blocks_cosine(row: Row, text: str = "test") -> float:
-    """Return the mean cosine over the blocks, without embedding and final norm."""
-    return float(np.mean(row["numbers"][text]["mean_cosine"][1:-1]))
-
-
-def depth_order(row: Row, text: str = "test") -> float:
-    """Return the Spearman correlation of a text's mean cosines with depth."""
-    return order_of(row["numbers"][text]["mean_cosine"])
 
 
 def order_of(mean_cosine: Sequence[float]) -> float:
@@ -60,53 +43,64 @@ def order_of(mean_cosine: Sequence[float]) -> float:
     return float(stats.spearmanr(range(len(blocks) + 1), [*blocks, last]).statistic)
 
 
-def seconds(row: Row) -> float:
-    """Return the wall-clock time of training."""
-    return sum(row["history"]["seconds"].values())
+def numbers(row: Row) -> dict[str, float | None]:
+    """Return all numbers of a run, by name.
 
-
-class Runs:
-    """The finished runs, by part, condition and seed.
-
-    If a run was tried several times, the last finished try counts. The models of ("main",
-    "off") that were trained again are the condition ("restored", "off").
+    A name begins with the text that was measured: development, test, or new_test, the test
+    text of the held-back part. Cross-entropies are in nats per token. Accuracies are
+    fractions of the tokens and of the paragraphs' last words. "seconds" is the time of
+    training.
     """
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows: dict[Key, dict[int, Row]] = {}
-        for row in rows:
-            if row["part"] == "restored":
-                self.rows.setdefault(("restored", "off"), {})[row["of"][-1]] = row
-            elif row.get("status") == "finished":
-                key = (row["part"], row["condition"])
-                self.rows.setdefault(key, {})[row["seed"]] = row
-
-    def values(self, part: str, condition: str, value: Value = loss) -> dict[int, Any]:
-        """Return a number of a condition's runs, by seed. Runs without it are left out."""
-        rows = sorted(self.rows[part, condition].items())
-        numbers = {seed: value(row) for seed, row in rows}
-        return {seed: x for seed, x in numbers.items() if x is not None}
-
-    def mean(self, part: str, condition: str, value: Value = loss) -> float:
-        """Return the mean of a number over the seeds."""
-        return float(np.mean([*self.values(part, condition, value).values()]))
-
-    def on_off(self, part: str, end: str = "", value: Value = loss) -> np.ndarray:
-        """Return on − off [pairs] of the conditions "on…" and "off…" with this end."""
-        states = (f"on{end}", f"off{end}")
-        return paired(*(self.values(part, state, value) for state in states))
+    content = {}
+    for text, scores in row["numbers"].items():
+        for name in ("cross_entropy", "accuracy", "last_word"):
+            content[f"{text} {name}"] = scores[name]
+        for source, cross_entropy in scores["by_source"].items():
+            content[f"{text} cross_entropy of {source}"] = cross_entropy
+        mean_cosine = scores["mean_cosine"]
+        # without embedding and final norm
+        content[f"{text} mean_cosine of the blocks"] = np.mean(mean_cosine[1:-1])
+        content[f"{text} Spearman's ρ"] = order_of(mean_cosine)
+    if history := row.get("history"):
+        content["plateau_end"] = history["plateau_end"]
+        content["block_cosine over time"] = history["block_cosine"]
+        content["seconds"] = sum(history["seconds"].values())
+    return content
 
 
-def read_runs() -> Runs:
-    """Return the recorded runs."""
-    return Runs(read_json_lines(ROOT / "docs" / "evidence.jsonl"))
+def tabulated(rows: Iterable[Row]) -> DataFrame:
+    """Return the numbers of all finished runs, with a row per seed and a column per (part of
+    the experiment, condition, number). Numbers that a run does not have are NaN.
+
+    If a run was tried several times, the last finished try counts. The models of the part
+    "main" that were trained again are the part "restored".
+    """
+    finished = []
+    for row in rows:
+        if row["part"] == "restored":
+            finished.append(("restored", row["of"][1], row["of"][2], row))
+        elif row.get("status") == "finished":
+            finished.append((row["part"], row["condition"], row["seed"], row))
+    columns: dict[tuple[str, str, str], dict[int, float | None]] = {}
+    for part, condition, seed, row in sorted(finished, key=itemgetter(0, 1, 2)):
+        for name, number in numbers(row).items():
+            columns.setdefault((part, condition, name), {})[seed] = number
+    return DataFrame(columns, dtype=float)
 
 
-def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> np.ndarray:
+def read_runs() -> DataFrame:
+    """Return the numbers of the recorded runs, as ``tabulated`` arranges them."""
+    return tabulated(read_json_lines(ROOT / "docs" / "evidence.jsonl"))
+
+
+def paired(values: Series, baseline: Series) -> np.ndarray:
     """Return values − baseline [pairs], for the seeds that both have."""
-    return np.array(
-        [values[seed] - baseline[seed] for seed in values if seed in baseline]
-    )
+    return (values - baseline).dropna().to_numpy()
+
+
+def on_off(runs: DataFrame, part: str, end: str = "", number: str = LOSS) -> np.ndarray:
+    """Return on − off [pairs] of the conditions "on…" and "off…" with this end."""
+    return paired(runs[part, f"on{end}", number], runs[part, f"off{end}", number])
 
 
 def interval(differences: np.ndarray, level: float = 0.95) -> tuple[Any, Any]:
@@ -115,6 +109,11 @@ def interval(differences: np.ndarray, level: float = 0.95) -> tuple[Any, Any]:
     """
     test = stats.ttest_1samp(differences, 0, axis=-1)
     return test.confidence_interval(level)
+
+
+def difference_of(pairs: np.ndarray) -> Difference:
+    """Return the mean of differences [pairs] and its 95 % interval."""
+    return paired_difference(pairs, np.zeros_like(pairs))
 
 
 def sign_flip(differences: np.ndarray) -> np.ndarray:
@@ -132,3 +131,46 @@ def sign_flip(differences: np.ndarray) -> np.ndarray:
 def ends(differences: np.ndarray, level: float = 0.95) -> str:
     """Return the interval as text."""
     return " … ".join(f"{end:+.4f}" for end in interval(differences, level))
+
+
+def tuning_curves(runs: DataFrame) -> np.ndarray:
+    """Return on − off in the development loss of the first experiment's tuning, [curves,
+    rates]. A curve is of one warm-up and seed.
+    """
+    ends = (f"_lr-{rate:g}_warmup-{warm:g}" for warm, rate in product(WARMUPS, RATES))
+    pairs = [on_off(runs, "tuning", end, "development cross_entropy") for end in ends]
+    by_seed = np.reshape(pairs, (len(WARMUPS), len(RATES), -1))
+    return by_seed.swapaxes(1, 2).reshape(len(CURVES), len(RATES))
+
+
+def changes_by_loss(runs: DataFrame) -> DataFrame:
+    """Return the mean changes of the blocks' cosine and of cross-entropy against no auxiliary
+    loss, with a row for each auxiliary loss. All have the seeds of the part "losses".
+    """
+    losses = runs["losses"].dropna(how="all")
+    widths = runs["widths"].loc[losses.index]
+    names = losses.columns.unique(0)
+    by_loss = {"on-192": widths["on-192"], **{name: losses[name] for name in names}}
+    changes = {name: (of - widths["off-192"]).mean() for name, of in by_loss.items()}
+    return DataFrame(changes).T[[COSINE, LOSS]]
+
+
+def comparisons(runs: DataFrame) -> dict[str, np.ndarray]:
+    """Return on − off [seeds] in the cross-entropy of test text, by the names of the rows
+    of the page's table.
+    """
+    on = runs["main", "on", LOSS]
+    off = runs["main", "off", LOSS]
+    again = runs["restored", "off", LOSS]
+    of_parts = [on_off(runs, part, "-192") for part in TUNED]
+    return {
+        "first experiment, rate 0.016": paired(on, off),
+        "the same, off trained again (not planned)": paired(on, again),
+        "the mean of both (not planned)": paired(on, (off + again) / 2),
+        "second experiment, rate 0.032": np.concatenate(of_parts),
+        "MLP width 16, not retuned": on_off(runs, "width"),
+        "MLP width 16, tuned": on_off(runs, "widths", "-16"),
+        "MLP width 768, tuned": on_off(runs, "widths", "-768"),
+        "12 layers, not retuned": on_off(runs, "depth"),
+        "2,400 steps, not retuned": on_off(runs, "long"),
+    }

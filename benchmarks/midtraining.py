@@ -14,15 +14,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from queue import SimpleQueue
 
-import numpy as np
 import torch
 import tyro
+from pandas import DataFrame
 from tyro.conf import Positional
 
 from benchmarks.evidence_runs import paired
@@ -36,9 +36,6 @@ from titan_disp.text import markdown_table
 
 CHECKPOINTS = 5  # of each run, as in the authors' script
 MEAN = "mean"  # over the tasks, as titan-disp evaluate calls it
-LAST = -1
-Scores = Mapping[str, np.ndarray]  # accuracies of a run by task, [checkpoints]
-Values = Mapping[str, Mapping[str, float]]  # by condition and seed
 
 
 def main(
@@ -73,11 +70,7 @@ def main(
     out = definition.folder / "evaluation"
     out.mkdir(exist_ok=True)
     evaluate_all(runs, out, options, jobs)
-    scores: dict[str, dict[str, Scores]] = {}  # by condition and seed
-    for run in runs:
-        of_seeds = scores.setdefault(run.condition, {})
-        of_seeds[str(run.seeds)] = read_scores(out / run.name)
-    text = report(scores, str(definition.against))
+    text = report(read_scores(runs, out), str(definition.against))
     (out / "result.md").write_text(text)
     print(text)
 
@@ -85,28 +78,17 @@ def main(
 def evaluate_all(
     runs: Sequence[Point], out: Path, options: Sequence[str], jobs: int
 ) -> None:
-    """Evaluate the runs that have no folder in ``out`` yet, ``jobs`` at a time, each on a GPU
-    or, without GPUs, on the CPU.
+    """Evaluate the runs that have no folder in ``out`` yet, ``jobs`` at a time, with the GPUs
+    in turn or, without GPUs, on the CPU.
     """
-    gpus = torch.cuda.device_count()
-    free = SimpleQueue[str]()
-    for job in range(jobs):
-        free.put(f"cuda:{job % gpus}" if gpus else "cpu")
-
-    def on_a_free_device(run: Point) -> None:
-        device = free.get()
-        try:
-            evaluate(run, out, [*options, "--device", device])
-        finally:
-            free.put(device)
-
+    devices = [f"cuda:{gpu}" for gpu in range(torch.cuda.device_count())] or ["cpu"]
     missing = [run for run in runs if not (out / run.name).exists()]
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(on_a_free_device, missing))
+        list(pool.map(partial(evaluate, out, options), missing, cycle(devices)))
 
 
-def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
-    """Evaluate all checkpoints of a run, and create ``out/RUN`` with their scores after the
+def evaluate(out: Path, options: Sequence[str], run: Point, device: str) -> None:
+    """Evaluate all checkpoints of a run on a device, and create ``out/RUN`` with their scores after the
     last one.
 
     Raises ConfigError if the number of checkpoints is not ``CHECKPOINTS``, and
@@ -121,7 +103,15 @@ def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
     unfinished = out / f".{run.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     models = [f"{run.folder}/{step}" for step in steps]
-    words = ["evaluate", *models, *options, "--out", str(unfinished)]
+    words = [
+        "evaluate",
+        *models,
+        *options,
+        "--device",
+        device,
+        "--out",
+        str(unfinished),
+    ]
     print(f"{run.name}: evaluating the steps {steps}; log: {out / run.name}.log")
     with open(out / f"{run.name}.log", "w") as log:
         command = [sys.executable, "-m", "titan_disp", *words]
@@ -129,68 +119,71 @@ def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
     unfinished.rename(out / run.name)
 
 
-def read_scores(folder: Path) -> Scores:
-    """Return a run's scores by task, as written by titan-disp evaluate. The last entry,
-    ``MEAN``, has the means over the tasks.
+def read_scores(runs: Sequence[Point], out: Path) -> DataFrame:
+    """Return the accuracies of the runs' checkpoints, as written by titan-disp evaluate, with
+    a row per seed and a column per (condition, task, checkpoint).
+
+    The last task, ``MEAN``, has the means over the tasks. Checkpoints are counted from 0.
     """
-    comparison = json.loads((folder / "results.json").read_text())["comparison"]
-    rows = [*comparison["tasks"], comparison[MEAN]]
-    return {row["task"]: np.array([*row["scores"].values()]) for row in rows}
+    rows = []
+    for run in runs:
+        results = json.loads((out / run.name / "results.json").read_text())
+        comparison = results["comparison"]
+        for task in (*comparison["tasks"], comparison[MEAN]):
+            for checkpoint, score in enumerate(task["scores"].values()):
+                row = {"seed": str(run.seeds), "condition": run.condition}
+                row |= {"task": task["task"], "checkpoint": checkpoint, "score": score}
+                rows.append(row)
+    columns = ["condition", "task", "checkpoint"]
+    # ``pivot`` would sort the tasks.
+    return (
+        DataFrame(rows)
+        .set_index(["seed", *columns])["score"]
+        .unstack(columns, sort=False)
+    )
 
 
-def report(scores: Mapping[str, Mapping[str, Scores]], baseline: str) -> str:
+def report(scores: DataFrame, baseline: str) -> str:
     """Return the verdicts of the predictions C1 and C2, by how much the choice of the best
     checkpoint raises each condition's mean, and a table of the tasks at the last checkpoint.
+
+    ``scores`` has the accuracies of two conditions, as ``read_scores`` returns them.
     """
-
-    def values(task: str, choose: Callable[[np.ndarray], float]) -> Values:
-        return {
-            condition: {seed: choose(run[task]) for seed, run in of_seeds.items()}
-            for condition, of_seeds in scores.items()
-        }
-
-    first_run = next(iter(scores[baseline].values()))
-    last = {task: values(task, itemgetter(LAST)) for task in first_run}
-    best = values(MEAN, np.max)
+    (other,) = scores.columns.unique("condition").drop(baseline)
+    last = scores.xs(CHECKPOINTS - 1, axis=1, level="checkpoint")
+    last_mean = last.xs(MEAN, axis=1, level="task")
+    best_mean = scores.xs(MEAN, axis=1, level="task").T.groupby("condition").max().T
+    of_last = paired(last_mean[other], last_mean[baseline])
+    of_best = paired(best_mean[other], best_mean[baseline])
+    best = f"best of {CHECKPOINTS} checkpoints"
     lines = [
-        f"C1, last checkpoint: {verdict('C1', last[MEAN], baseline)}",
-        f"C2, best of {CHECKPOINTS} checkpoints: {verdict('C2', best, baseline)}",
+        f"C1, last checkpoint: {PREDICTIONS['C1'].verdict(of_last)}",
+        f"C2, {best}: {PREDICTIONS['C2'].verdict(of_best)}",
     ]
-    for condition in scores:
-        gain = mean_of(best[condition]) - mean_of(last[MEAN][condition])
+    for condition, gain in (best_mean - last_mean).mean().items():
         lines.append(
             f"{condition}: the best checkpoint scores {gain:.4f} more than the last "
             "one, partly because it is chosen by its scores on these tasks"
         )
-    return "\n\n".join([*lines, markdown_table(task_table(last, baseline), 1)]) + "\n"
+    table = task_table(last, baseline, other)
+    return "\n\n".join([*lines, markdown_table(table, 1)]) + "\n"
 
 
-def mean_of(of_seeds: Mapping[str, float]) -> float:
-    return float(np.mean([*of_seeds.values()]))
-
-
-def verdict(name: str, values: Values, baseline: str) -> str:
-    """Return what a prediction's rule says about the differences to the baseline."""
-    (other,) = values.keys() - {baseline}
-    return PREDICTIONS[name].verdict(paired(values[other], values[baseline]))
-
-
-def task_table(last: Mapping[str, Values], baseline: str) -> list[list[str]]:
+def task_table(last: DataFrame, baseline: str, other: str) -> list[list[str]]:
     """Return a heading, a row for each task, and a row for the mean of the tasks.
 
     A difference is the mean of other − baseline over pairs of runs with the same seeds.
     Holm's p is p adjusted for the number of tasks.
     """
-    (other,) = last[MEAN].keys() - {baseline}
-    differences = [
-        differences_over_seeds(values, baseline)[other] for values in last.values()
-    ]
-    *of_tasks, of_mean = differences
+    tasks = last.columns.unique("task")
+    by_task = [last.xs(task, axis=1, level="task") for task in tasks]
+    *of_tasks, of_mean = (
+        differences_over_seeds(scores.to_dict(), baseline)[other] for scores in by_task
+    )
+    differences = [*with_holm(of_tasks), of_mean]
     rows = [["task", baseline, other, "difference", "95 % interval", "p", "Holm's p"]]
-    for (task, values), difference in zip(
-        last.items(), [*with_holm(of_tasks), of_mean], strict=True
-    ):
-        means = [mean_of(values[name]) for name in (baseline, other)]
+    for task, scores, difference in zip(tasks, by_task, differences, strict=True):
+        means = scores[[baseline, other]].mean()
         p_values = [difference.p_value, difference.holm]
         rows.append(
             [

@@ -5,9 +5,11 @@ the whole command on tiny models and a stand-in task.
 import json
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
+from pandas import DataFrame
 
 from benchmarks.midtraining import main, report
 from benchmarks.preregistered import PREDICTIONS
@@ -54,20 +56,21 @@ def test_the_power_that_the_page_states():
     assert f"in {low} if it is 0.01" in page
 
 
-def scores_of(levels):
-    """Eight seeds of one task and its mean, by checkpoint around each level."""
+def scores_of(**levels):
+    """Eight seeds of one task and its mean, by checkpoint around each condition's level."""
     spread = np.linspace(-0.001, 0.001, 8)
-    return {
-        str(seed): {name: np.array(levels) + each for name in ("piqa", "mean")}
-        for seed, each in enumerate(spread)
-    }
+    columns = product(levels, ("piqa", "mean"), range(5))
+    scores = {column: levels[column[0]][column[2]] + spread for column in columns}
+    return DataFrame(scores).rename_axis(columns=["condition", "task", "checkpoint"])
 
 
 def test_the_last_and_the_best_checkpoint_are_told_apart():
     """Dispersion is better by 0.01 at its second checkpoint, and equal at the last."""
-    default = scores_of([0.30, 0.30, 0.30, 0.30, 0.34])
-    dispersion = scores_of([0.30, 0.35, 0.30, 0.30, 0.34])
-    text = report({"default": default, "dispersion": dispersion}, "default")
+    scores = scores_of(
+        default=[0.30, 0.30, 0.30, 0.30, 0.34],
+        dispersion=[0.30, 0.35, 0.30, 0.30, 0.34],
+    )
+    text = report(scores, "default")
     assert "C1, last checkpoint: +0.0000" in text
     assert "C2, best of 5 checkpoints: +0.0100" in text
     assert "dispersion: the best checkpoint scores 0.0100 more" in text

@@ -7,7 +7,7 @@ import csv
 import numpy as np
 import pytest
 
-from benchmarks.evidence_runs import read_runs
+from benchmarks.evidence_runs import on_off, read_runs
 from benchmarks.preregistered import (
     DOSES,
     PREDICTIONS,
@@ -133,7 +133,7 @@ def test_the_power_that_the_page_states():
 
 def test_the_deviation_is_the_measured_one():
     runs = read_runs()
-    parts = [runs.on_off(part, "-192") for part in ("widths", "widths-again")]
+    parts = [on_off(runs, part, "-192") for part in ("widths", "widths-again")]
     assert np.concatenate(parts).std(ddof=1) == pytest.approx(DEVIATION, abs=5e-5)
 
 
@@ -147,8 +147,7 @@ def test_the_sweeps_are_those_of_the_page():
     assert {condition for condition, _ in b} == set(DOSES)
     seeds = {seed for _, seed in a + b}
     assert seeds == set(range(41, 65))
-    used = {seed for by_seed in read_runs().rows.values() for seed in by_seed}
-    assert not seeds & used
+    assert seeds.isdisjoint(read_runs().index)
     for name in ("A3", "B1"):
         of_rule = {"A3": (a, "off_lr-0.0015"), "B1": (b, "on")}[name]
         number = sum(condition == of_rule[1] for condition, _ in of_rule[0])
