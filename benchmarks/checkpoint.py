@@ -13,20 +13,18 @@ turns in random order.
 
 import random
 import shutil
-import statistics
 import tempfile
 import warnings
-from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
+import pandas
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
+import xxhash
 
 from measuring import Printed, show, timed
 from titan_disp.run.integrity import HashingWriter, damage, problem
@@ -55,9 +53,8 @@ class Options(Printed):
 
 def save(state: dict[str, torch.Tensor], writer: str, folder: Path) -> None:
     """Save a checkpoint with one of the ``WRITERS``."""
-    with ExitStack() as patches:
-        if writer == "pieces":
-            patches.enter_context(mock.patch("xxhash.xxh3_128", no_hash))
+    hash_ = no_hash if writer == "pieces" else xxhash.xxh3_128
+    with mock.patch("xxhash.xxh3_128", hash_):
         dcp.save(state, storage_writer=WRITERS[writer](folder), no_dist=True)
 
 
@@ -66,34 +63,24 @@ def verify(folder: Path) -> None:
     assert damage(folder) is None
 
 
-def measure(options: Options, folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each writer and for "verify". The folder must not exist."""
+def measure(options: Options, folder: Path) -> pandas.DataFrame:
+    """Return the medians, with a row for each writer and for "verify". The folder must not
+    exist.
+    """
     size = max(1, int(options.gib * 2**30 / 4 / options.tensors))
     state = {f"layers.{i}.weight": torch.randn(size) for i in range(options.tensors)}
     save(state, "dcp", folder)  # the first save is slower
     order = random.Random(0)
-    times = defaultdict[str, list[tuple[float, float]]](list)
+    times = []
     for _ in range(options.rounds):
         for name in order.sample(list(WRITERS), len(WRITERS)):
             shutil.rmtree(folder)
-            times[name].append(timed(save, state, name, folder))
+            times.append((name, *timed(save, state, name, folder)))
             if name == "hashed":
-                times["verify"].append(timed(verify, folder))
-    rows: list[dict[str, Any]] = []
-    for name in (*WRITERS, "verify"):
-        seconds, cpu = zip(*times[name], strict=True)
-        rows.append(
-            {
-                "what": name,
-                "gigabytes": options.tensors * size * 4 / 1e9,
-                "seconds": statistics.median(seconds),
-                "least": min(seconds),
-                "least_cpu": min(cpu),
-                "all": times[name],
-            }
-        )
-        rows[-1]["ratio"] = rows[-1]["seconds"] / rows[0]["seconds"]  # to "dcp"
-    return rows
+                times.append(("verify", *timed(verify, folder)))
+    frame = pandas.DataFrame(times, columns=["what", "seconds", "cpu_seconds"])
+    frame["gigabytes"] = options.tensors * size * 4 / 1e9
+    return frame.groupby("what").median().loc[[*WRITERS, "verify"]].reset_index()
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 import tyro
 from tokenizers import ByteLevelBPETokenizer
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -32,7 +32,6 @@ from titan_disp.config.load import load_config
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.data.listing import list_files
 from titan_disp.data.loader import StreamLoader, open_stream
-from titan_disp.data.options import default_threads
 from titan_disp.data.position import Field
 from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.lab.sample import (
@@ -129,35 +128,27 @@ def read_by_this_process() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def measure(loader: Any, options: Options) -> dict[str, float | None]:
-    """Return the seconds to the first batch, the tokens per second after it, and the
-    stored bytes that are read per token (None if a worker process reads them).
+def measure(loader: Any, options: Options) -> dict[str, float]:
+    """Return the tokens per second after the first batch, and the stored bytes that are read
+    per token, unless a worker process reads them.
     """
-    start = time.perf_counter()
     batches = iter(loader)
     next(batches)
-    first = time.perf_counter() - start
     start = time.perf_counter()
     count = 0
     read = read_by_this_process()
     while time.perf_counter() - start < options.seconds:
         count += next(batches)[1].numel()
     seconds = time.perf_counter() - start
-    result: dict[str, float | None] = {
-        "tokens_per_second": count / seconds,
-        "seconds_to_first_batch": first,
-        "bytes_read_per_token": (read_by_this_process() - read) / count,
-    }
+    bytes_per_token = (read_by_this_process() - read) / count
     if isinstance(loader, StreamLoader):
         loader.close()
         if loader.options.prefetch > 0:
-            result["bytes_read_per_token"] = None
-    return result
-
-
-def median(rounds: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Return the row whose number ``key`` is the median."""
-    return sorted(rounds, key=itemgetter(key))[len(rounds) // 2]
+            bytes_per_token = math.nan
+    return {
+        "tokens_per_second": count / seconds,
+        "bytes_read_per_token": bytes_per_token,
+    }
 
 
 # The keys of [stream] in each case, by the name of the loader. Without prefetch, this
@@ -166,48 +157,35 @@ LOADERS: dict[str, dict[str, Any]] = {
     "titan-disp": {"prefetch": 4},
     "titan-disp, prefetch = 0": {},
     "titan-disp, fast_tokenizer": {"prefetch": 4, "fast_tokenizer": True},
-    "titan-disp, fast_tokenizer, prefetch = 0": {"fast_tokenizer": True},
     "TorchTitan": {},
 }
 
 
 def speed(
     folder: Path, tokenizers: dict[str, str], options: Options
-) -> list[dict[str, Any]]:
-    """Return a row for each tokenizer, number of ranks and loader."""
+) -> pandas.DataFrame:
+    """Return the medians, with a row for each tokenizer, number of ranks and loader."""
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader as stock
 
     rows = []
-    for (name, path), ranks in product(tokenizers.items(), (64, 40)):
-        measured: dict[str, list[dict[str, Any]]] = {}
-        for loader_name, keys in [*LOADERS.items()] * options.rounds:
-            job = job_config(folder, path, options.seq_len)
-            vars(job.stream).update(keys)
-            tokenizer = load_tokenizer(path)
-            loader: Any
-            if loader_name == "TorchTitan":
-                loader = stock(ranks, 0, tokenizer, job)
-            else:
-                loader = ours(job, ranks, 2 * ranks, tokenizer)
-            measured.setdefault(loader_name, []).append(measure(loader, options))
-        medians = {
-            loader_name: median(rounds, "tokens_per_second")
-            for loader_name, rounds in measured.items()
-        }
-        stock_speed = medians["TorchTitan"]["tokens_per_second"]
-        for loader_name, row in medians.items():
-            rows.append(
-                {
-                    "loader": loader_name,
-                    "tokenizer": name,
-                    "files": options.files,
-                    "ranks": ranks,
-                    "threads": default_threads(),
-                    **row,
-                    "ratio": row["tokens_per_second"] / stock_speed,
-                }
-            )
-    return rows
+    rounds = range(options.rounds)
+    for _, name, ranks, loader_name in product(rounds, tokenizers, (64, 40), LOADERS):
+        path = tokenizers[name]
+        job = job_config(folder, path, options.seq_len)
+        vars(job.stream).update(LOADERS[loader_name])
+        tokenizer = load_tokenizer(path)
+        loader: Any
+        if loader_name == "TorchTitan":
+            loader = stock(ranks, 0, tokenizer, job)
+        else:
+            loader = ours(job, ranks, 2 * ranks, tokenizer)
+        row = {"tokenizer": name, "ranks": ranks, "loader": loader_name}
+        rows.append({**row, **measure(loader, options)})
+    of_cases = pandas.DataFrame(rows).groupby([*row], sort=False)
+    medians = of_cases.median()
+    stock_speed = medians.xs("TorchTitan", level="loader")["tokens_per_second"]
+    medians["ratio"] = medians["tokens_per_second"] / stock_speed
+    return medians.reset_index()
 
 
 class Case(NamedTuple):
@@ -233,8 +211,8 @@ CASES = {
 
 
 def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
-    """Return the memory and the open files of all slots on one rank, in this process,
-    and the times to the first and the last sequence.
+    """Return the memory of all slots on one rank, in this process, and the times to the
+    first and the last sequence.
     """
     case = CASES[name]
     tokenizer = folder / "sample" / "tokenizer"
@@ -248,22 +226,15 @@ def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
     batches = iter(loader)
     next(batches)
     first = time.perf_counter() - start
-    sequences = case.slots * case.per_slot
-    for _ in range(sequences - 1):
+    for _ in range(case.slots * case.per_slot - 1):
         next(batches)
     seconds = time.perf_counter() - start
-    open_files = len(os.listdir("/proc/self/fd"))
     loader.close()
     return {
         "case": name,
-        "slots": case.slots,
-        "files": len(loader.files),
-        "resumed_at_document": skip,
         "seconds_to_first_batch": first,
         "seconds": seconds,
-        "sequences": sequences,
         "peak_bytes": high_water_mark() - before,
-        "open_files": open_files,
     }
 
 

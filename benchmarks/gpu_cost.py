@@ -10,8 +10,6 @@ GPU. Unless a name ends in "of_layers", counts are per layer, forward and backwa
 
 kernels         launched kernels. A fused function counts as one; so does the Triton
                 kernel of pairs, with its products
-calls           calls to PyTorch's dispatcher, including views
-allocations     new tensors that need memory
 host_waits      reads of a number from the device, for which the host waits
 product_flops   FLOPs of matrix products
 other_bytes     bytes that all other kernels read and write. The sum of the gradients of
@@ -30,7 +28,7 @@ import re
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import product
@@ -133,8 +131,8 @@ def on_device(*values: Any) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor) and x.device.type == "meta"]
 
 
-def storage_of(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+def storages_of(tensors: list[Tensor]) -> set[torch.UntypedStorage]:
+    return {x.untyped_storage() for x in tensors}
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
@@ -146,14 +144,14 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 def within(tensors: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
     """Return the tensors that share the memory of any tensor in ``memory``."""
-    storages = {storage_of(x) for x in memory}
-    return [x for x in tensors if storage_of(x) in storages]
+    storages = storages_of(memory)
+    return [x for x in tensors if x.untyped_storage() in storages]
 
 
 def without(tensors: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
     """Return the tensors that do not share the memory of any tensor in ``memory``."""
-    storages = {storage_of(x) for x in memory}
-    return [x for x in tensors if storage_of(x) not in storages]
+    storages = storages_of(memory)
+    return [x for x in tensors if x.untyped_storage() not in storages]
 
 
 @dataclass(frozen=True)
@@ -225,8 +223,6 @@ class Count:
     """
 
     kernels: float = 0
-    calls: float = 0
-    allocations: float = 0
     host_waits: float = 0
     product_flops: float = 0
     other_bytes: float = 0
@@ -248,7 +244,7 @@ class Counter(Count, TorchDispatchMode):
         super().__init__()
         TorchDispatchMode.__init__(self)
         self.amp = amp
-        self._live: dict[int, int] = {}  # bytes by storage
+        self._live = weakref.WeakSet[torch.UntypedStorage]()
         self._inside: Accesses | None = None  # of the fused function that is running
         self._patches = contextlib.ExitStack()
 
@@ -274,7 +270,7 @@ class Counter(Count, TorchDispatchMode):
 
     def live_bytes(self) -> int:
         """Return the bytes of counted tensors that still exist."""
-        return sum(self._live.values())
+        return sum(storage.nbytes() for storage in self._live)
 
     def __torch_dispatch__(
         self,
@@ -301,7 +297,6 @@ class Counter(Count, TorchDispatchMode):
                 self._inside.reads.extend(accessed.reads)
                 self._inside.writes.extend(accessed.writes)
             return result
-        self.calls += 1
         self.host_waits += reads_number
         if is_view:
             return result
@@ -361,11 +356,7 @@ class Counter(Count, TorchDispatchMode):
         self.other_bytes += bytes_of([*on_device(arguments), q, sums])
 
     def _add_new(self, tensors: list[Tensor]) -> None:
-        self.allocations += len(tensors)
-        for x in tensors:
-            storage = x.untyped_storage()
-            self._live[storage._cdata] = storage.nbytes()
-            weakref.finalize(storage, self._live.pop, storage._cdata, None)
+        self._live.update(x.untyped_storage() for x in tensors)
 
     def _add_product(self, operands: list[Tensor]) -> None:
         left, right = operands[-2:]
@@ -476,30 +467,6 @@ def fake_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class DeviceTime:
-    """The time of a device between its first and its last kernel."""
-
-    busy_ms: float
-    idle_ms: float
-
-    @classmethod
-    def of(cls, intervals: Iterable[tuple[float, float]]) -> "DeviceTime":
-        """Return the time, given the beginning and the end of each kernel in microseconds.
-        Kernels may overlap.
-        """
-        busy = 0.0
-        idle = 0.0
-        last_end = None
-        for begin, end in sorted(intervals):
-            if last_end is None:
-                last_end = begin
-            idle += max(0.0, begin - last_end)
-            busy += max(0.0, end - max(begin, last_end))
-            last_end = max(end, last_end)
-        return cls(busy_ms=busy / 1e3, idle_ms=idle / 1e3)
-
-
 class Stack(nn.Module):
     """Residual blocks with one linear layer each, and a loss of the last output."""
 
@@ -528,8 +495,8 @@ class Stack(nn.Module):
         del z, outputs
         total.backward()
 
-    def profiled(self, loss: DispersionLoss | None, way: str) -> DeviceTime:
-        """Return the device's time of a step, after two warm-up steps."""
+    def busy_ms(self, loss: DispersionLoss | None, way: str) -> float:
+        """Return the time of all kernels of a step, after two warm-up steps."""
         # On a CPU, ops stand in for kernels, so that this code can be tested.
         activity = getattr(ProfilerActivity, DEVICE.upper())
         device = getattr(DeviceType, DEVICE.upper())
@@ -540,17 +507,18 @@ class Stack(nn.Module):
         with profile(activities=[activity]) as profiler:
             self.step(loss, way)
             synchronize()
-        return DeviceTime.of(
-            (event.time_range.start, event.time_range.end)
+        microseconds = sum(
+            event.time_range.elapsed_us()
             for event in profiler.events()
             if event.device_type == device and not event.is_user_annotation
         )
+        return microseconds / 1e3
 
 
 def measured_rows(options: Options) -> list[dict[str, Any]]:
-    """Return device times of a step, by shape, estimator and way. Estimator "off" is a step
-    without the loss. The busy time of the loss per layer is the difference from it. On a
-    GPU of ``PREDICTED_GPUS``, the predicted time is beside it.
+    """Return the time of a step's kernels, by shape, estimator and way. Estimator "off" is a
+    step without the loss. The time of the loss per layer is the difference from it. On a GPU
+    of ``PREDICTED_GPUS``, the predicted time is beside it.
     """
     gpu = ""
     if DEVICE == "cuda":
@@ -559,17 +527,19 @@ def measured_rows(options: Options) -> list[dict[str, Any]]:
     for text in options.shapes:
         shape = Shape.parse(text)
         stack = Stack(shape, options.layers)
-        off = stack.profiled(None, SAVED)
-        rows.append({"shape": text, "estimator": "off", **asdict(off)})
+        off_ms = stack.busy_ms(None, SAVED)
+        rows.append({"shape": text, "estimator": "off", "busy_ms": off_ms})
         for estimator, way in product(options.estimators, WAYS):
-            on = stack.profiled(DispersionLoss(estimator=estimator), way)
-            loss_ms = (on.busy_ms - off.busy_ms) / options.layers
-            row = {"shape": text, "estimator": estimator, "way": way, **asdict(on)}
-            row["loss_ms_per_layer"] = loss_ms
+            on_ms = stack.busy_ms(DispersionLoss(estimator=estimator), way)
+            loss_ms = (on_ms - off_ms) / options.layers
+            row = {"shape": text, "estimator": estimator, "way": way}
+            row |= {"busy_ms": on_ms, "loss_ms_per_layer": loss_ms}
             if gpu in PREDICTED_GPUS:
-                per_layer = count(shape, estimator, way, options.layers)
-                row["predicted_ms_per_layer"] = per_layer.milliseconds(gpu)
-                row["predicted_to_measured"] = per_layer.milliseconds(gpu) / loss_ms
+                predicted_ms = count(
+                    shape, estimator, way, options.layers
+                ).milliseconds(gpu)
+                row["predicted_ms_per_layer"] = predicted_ms
+                row["predicted_to_measured"] = predicted_ms / loss_ms
             rows.append(row)
     return rows
 

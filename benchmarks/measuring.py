@@ -39,14 +39,16 @@ def timed(function: Callable[..., object], *args: object) -> tuple[float, float]
 
 
 def show(as_json: bool, **results: Any) -> None:
-    """Print results, which are rows or a single row by name, as one JSON object or as
-    tables. Tables have bytes in MiB.
+    """Print the rows of each name as one JSON object, or as tables. Tables have bytes in
+    MiB.
     """
+    frames = {name: pandas.DataFrame(rows) for name, rows in results.items()}
     if as_json:
-        print(json.dumps(results))
+        # pandas writes null for a number that a row does not have.
+        records = (frame.to_json(orient="records") for frame in frames.values())
+        print(json.dumps(dict(zip(frames, map(json.loads, records), strict=True))))
         return
-    for name, rows in results.items():
-        frame = pandas.json_normalize(rows).drop(columns="all", errors="ignore")
+    for name, frame in frames.items():
         for column in frame.filter(like="_bytes"):
             frame[column.replace("_bytes", "_MiB")] = frame.pop(column) / 2**20
         frame.columns = [column.replace("_", " ") for column in frame.columns]

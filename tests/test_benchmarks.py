@@ -59,7 +59,8 @@ def test_checkpoint(printed):
     assert [r["what"] for r in found] == ["dcp", "pieces", "hashed", "verify"]
     for row in found:
         assert row["gigabytes"] == pytest.approx(2**30 * 1e-12, rel=1e-4)
-        assert (0 < row["least"] <= row["seconds"], len(row["all"])) == (True, 2)
+        assert row["seconds"] > 0
+        assert row["cpu_seconds"] > 0
 
 
 def results_of(script, options):
@@ -83,7 +84,8 @@ def test_step():
     off, exact = results_of("step.py", options)["rows"]
     assert (off["estimator"], exact["estimator"]) == ("off", "exact")
     assert off["overhead"] == 0 < exact["tokens_per_second"]
-    assert exact["overhead"] == exact["seconds"] / off["seconds"] - 1
+    overhead = exact["seconds"] / off["seconds"] - 1
+    assert exact["overhead"] == pytest.approx(overhead, rel=1e-3)
     assert 0 < off["peak_bytes"] < exact["peak_bytes"]
 
 
@@ -128,8 +130,7 @@ def test_count_of_a_product(gpu_cost):
         live_bytes = counter.live_bytes()
         del y
     assert counter.product_flops == 3 * 2 * 4 * 8 * 4
-    assert (counter.other_bytes, counter.kernels, counter.allocations) == (0, 1, 1)
-    assert counter.calls == 4
+    assert (counter.other_bytes, counter.kernels) == (0, 1)
     assert (live_bytes, counter.live_bytes()) == (3 * 4 * 4 * 4, 0)
 
 
@@ -260,14 +261,6 @@ def test_gpu_cost_on_this_machine():
         assert row["loss_ms_per_layer"] == pytest.approx(
             (row["busy_ms"] - off["busy_ms"]) / 2
         )
-
-
-def test_gaps_between_kernels(gpu_cost):
-    # two that overlap, one within them, and a last one after a gap of 2 ms
-    intervals = [(9000, 10000), (1000, 4000), (3000, 7000), (2000, 3000)]
-    assert gpu_cost.DeviceTime.of(intervals) == gpu_cost.DeviceTime(
-        busy_ms=7.0, idle_ms=2.0
-    )
 
 
 def test_cost_of_a_measurement(monkeypatch):
