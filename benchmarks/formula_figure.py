@@ -14,8 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
-from PIL import Image
-from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.dispersion import dispersion_loss
@@ -29,7 +28,7 @@ BLUE = OKABE_ITO[0]
 RED = OKABE_ITO[1]
 # Mean cosine of all blocks of make demo at steps 0, 20 and 300: the table in README.md
 DEMO = {0: 0.02, 20: 0.99, 300: 0.12}
-PLACES = ((0.12, -0.497), (0.46, -0.39), (0.22, -0.462))  # positions of the labels
+SIDES = {0: "left", 20: "right", 300: "left"}  # of the labels that are at the points
 
 
 def weight(cosine: ArrayLike, formula: AngularFormula) -> np.ndarray:
@@ -38,22 +37,16 @@ def weight(cosine: ArrayLike, formula: AngularFormula) -> np.ndarray:
     return np.exp(-np.arccos(clamped) / (math.pi * formula.tau))
 
 
-def cone(mean_cosine: float) -> Tensor:
-    """Return tokens around an axis, [1, 256, 64], whose cosines have this mean."""
-    generator = torch.Generator().manual_seed(0)
-    around = torch.randn(1, 256, 64, generator=generator, dtype=torch.float64)
-    around[..., 0] = 0
-    around /= torch.linalg.vector_norm(around, dim=-1, keepdim=True)
-    tokens = math.sqrt(1 - mean_cosine) * around
-    tokens[..., 0] = math.sqrt(mean_cosine)
-    return tokens
-
-
 def loss(mean_cosine: float, formula: AngularFormula) -> float:
-    """Return the dispersion loss of a cone of tokens, without ε."""
-    return dispersion_loss(
-        cone(mean_cosine), tau=formula.tau, clamp=formula.clamp, norm_eps=1e-12
-    ).item()
+    """Return the dispersion loss, without ε, of 256 tokens in a cone, whose cosines have
+    this mean.
+    """
+    generator = torch.Generator().manual_seed(0)
+    around = torch.randn(1, 256, 63, generator=generator, dtype=torch.float64)
+    around = math.sqrt(1 - mean_cosine) * normalize(around, dim=-1)
+    tokens = pad(around, (1, 0), value=math.sqrt(mean_cosine))
+    options = {"tau": formula.tau, "clamp": formula.clamp, "norm_eps": 1e-12}
+    return dispersion_loss(tokens, **options).item()
 
 
 def draw_pair(axes: Axes) -> None:
@@ -63,26 +56,14 @@ def draw_pair(axes: Axes) -> None:
     axes.plot(cosine, weight(cosine, WITHOUT), "--", color=RED, label="without κ")
     axes.plot(cosine, weight(cosine, FORMULA), color=BLUE, label="with κ = 0.25")
     bound = 1 - FORMULA.clamp
-    for at_bound, end in ((bound, 1.0), (-bound, -1.0)):
-        beyond = np.array([at_bound, end])
-        value = weight(at_bound, FORMULA)
-        slope = value / (math.pi * FORMULA.tau * math.sqrt(1 - bound**2))
-        axes.plot(
-            beyond,
-            value + slope * (beyond - at_bound),
-            ":",
-            color=BLUE,
-            linewidth=2.5,
-            label="slope that the gradient keeps" if end > 0 else None,
-        )
-        axes.axvspan(at_bound, end, color="0.93", zorder=0)
-    axes.annotate(
-        "beyond 0.75,\nthe value is flat",
-        (0.875, weight(bound, FORMULA) - 0.005),
-        xytext=(0.68, 0.44),
-        ha="right",
-        arrowprops={"arrowstyle": "->"},
-    )
+    slope = 1 / (math.pi * FORMULA.tau * math.sqrt(1 - bound**2))  # of −D/τ
+    for sign, label in ((1, "slope that the gradient keeps"), (-1, None)):
+        beyond = sign * np.array([bound, 1])
+        value = weight(beyond[0], FORMULA)
+        line = value * (1 + slope * (beyond - beyond[0]))
+        axes.plot(beyond, line, ":", color=BLUE, linewidth=2.5, label=label)
+        axes.axvspan(*beyond, color="0.93", zorder=0)
+    axes.text(0.98, 0.6, "beyond 0.75,\nthe value is flat", ha="right")
     axes.set_title("What a pair of tokens adds to the mean")
     axes.set_xlabel("cosine of the two tokens")
     axes.set_ylabel("exp(−D / τ)")
@@ -97,16 +78,10 @@ def draw_cone(axes: Axes) -> None:
     cosine = 1 - np.linspace(1, 0, 101) ** 2
     axes.plot(cosine, [loss(mean, WITHOUT) for mean in cosine], "--", color=RED)
     axes.plot(cosine, [loss(mean, FORMULA) for mean in cosine], color=BLUE)
-    for (step, mean), place in zip(DEMO.items(), PLACES, strict=True):
-        value = loss(mean, FORMULA)
-        axes.plot(mean, value, "o", color="black")
-        axes.annotate(
-            f"nano demo, step {step}: {mean}",
-            (mean, value),
-            xytext=place,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": "0.4"},
-        )
+    demo = {(mean, loss(mean, FORMULA)): step for step, mean in DEMO.items()}
+    axes.plot(*zip(*demo, strict=True), "ko", label="make demo, by step")
+    for point, step in demo.items():
+        axes.annotate(f"  step {step}  ", point, ha=SIDES[step], va="top")
     axes.axhline(FORMULA.ceiling, color=BLUE, linewidth=0.8, alpha=0.5)
     label = f"ceiling: {FORMULA.ceiling:.3f}".replace("-", "−")
     axes.text(0.02, FORMULA.ceiling + 0.012, label, color=BLUE)
@@ -114,6 +89,7 @@ def draw_cone(axes: Axes) -> None:
     axes.set_xlabel("mean cosine of the tokens")
     axes.set_ylabel("L_disp")
     axes.set_xlim(-0.03, 1.03)
+    axes.set_ylim(-0.56, 0.03)
 
 
 def picture() -> Figure:
@@ -124,19 +100,9 @@ def picture() -> Figure:
     draw_cone(cones)
     for axes in (pair, cones):
         axes.grid(alpha=0.3)
-    figure.legend(
-        *pair.get_legend_handles_labels(), loc="outside lower center", ncols=3
-    )
+    figure.legend(loc="outside lower center", ncols=4)
     return figure
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Save a picture with 64 colours, which saves two thirds of the bytes."""
-    figure.set_dpi(150)
-    figure.canvas.draw()
-    pixels = np.asarray(figure.canvas.buffer_rgba())
-    Image.fromarray(pixels).convert("RGB").quantize(64).save(path, optimize=True)
-
-
 if __name__ == "__main__":
-    save(picture(), PICTURE)
+    picture().savefig(PICTURE, dpi=150)

@@ -9,6 +9,7 @@ may have other arguments. benchmarks/torchtitan_port.toml has the successors of 
 """
 
 import ast
+import re
 import shutil
 import symtable
 import sys
@@ -54,49 +55,44 @@ def imported_by(package: Path) -> set[Imported]:
     """
     names = set()
     for file in package.rglob("*.py"):
-        tree = ast.parse(file.read_text())
-        aliases = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                if (node.module or "").split(".")[0] == "torchtitan":
-                    names |= {Imported(str(node.module), a.name) for a in node.names}
-            elif isinstance(node, ast.Import):
-                aliases |= {
-                    a.asname: a.name
-                    for a in node.names
-                    if a.asname and a.name.startswith("torchtitan.")
-                }
-        for node in ast.walk(tree):
-            match node:
-                case ast.Attribute(value=ast.Name(id=alias)) if alias in aliases:
-                    names.add(Imported(aliases[alias], node.attr))
-    return names
-
-
-def names_in(source: str) -> tuple[set[str], set[str]]:
-    """Return the names that a module defines at its top level, and the names that it
-    imports there.
-    """
-    symbols = symtable.symtable(source, "module", "exec").get_symbols()
-    imported = {symbol.get_name() for symbol in symbols if symbol.is_imported()}
-    assigned = {symbol.get_name() for symbol in symbols if symbol.is_assigned()}
-    return assigned - imported, imported
+        source = file.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names |= {Imported(node.module, alias.name) for alias in node.names}
+        aliases = re.findall(r"^ *import (torchtitan\S+) as (\w+)$", source, re.M)
+        for module, alias in aliases:
+            attributes = re.findall(rf"\b{alias}\.(\w+)", source)
+            names |= {Imported(module, attribute) for attribute in attributes}
+    return {name for name in names if name.module.split(".")[0] == "torchtitan"}
 
 
 def compare(
     imports: set[Imported], modules: dict[str, str]
 ) -> Iterator[tuple[Imported, str]]:
-    """Yield each import with "there", "elsewhere: MODULE, …" or "gone"."""
-    names = {module: names_in(source) for module, source in modules.items()}
-    for module, name in sorted(imports):
-        defined, imported = names.get(module, (set(), set()))
-        places = sorted(other for other in names if name in names[other][0])
-        place = "gone"
-        if name in defined | imported or f"{module}.{name}" in modules:
-            place = "there"
+    """Yield each import with "there", "elsewhere: MODULE, …" or "gone".
+
+    ``modules`` has the sources of the new version. A module has the names that its top level
+    assigns or imports, and its submodules. A name that a module only imports is not a place
+    to which another one has moved.
+    """
+    defined = set()
+    available = set(modules)
+    for module, source in modules.items():
+        for symbol in symtable.symtable(source, module, "exec").get_symbols():
+            name = f"{module}.{symbol.get_name()}"
+            if symbol.is_assigned() and not symbol.is_imported():
+                defined.add(name)
+            if symbol.is_assigned() or symbol.is_imported():
+                available.add(name)
+    for imported in sorted(imports):
+        places = sorted(name for name in defined if name.endswith(f".{imported.name}"))
+        if ".".join(imported) in available:
+            yield imported, "there"
         elif places:
-            place = f"elsewhere: {', '.join(places)}"
-        yield Imported(module, name), place
+            others = (place.removesuffix(f".{imported.name}") for place in places)
+            yield imported, f"elsewhere: {', '.join(others)}"
+        else:
+            yield imported, "gone"
 
 
 def section(wheel: Path) -> str:
