@@ -16,9 +16,9 @@ and the gradient of "exact".
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ import tyro
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from measuring import Printed, in_a_fresh_process, show
+from measuring import DEVICE, Printed, in_a_fresh_process, show, timed
 from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
@@ -47,7 +47,7 @@ class Options(Printed):
     variant: str = "angular"
     """Variant of exact, moments and sampled. (naive and floor are always angular.)"""
     estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = DEVICE
     repeat: int = 3
 
 
@@ -75,18 +75,16 @@ def naive(z: Tensor) -> Tensor:
 
 def floor(z: Tensor) -> None:
     """Compute the matrix products that the gradient of a loss of all pairs needs."""
-    n = z.shape[1]
-    tile = tile_size(n, z.shape[0], z.device.type)
-    v = torch.zeros_like(z)
-    for i in range(0, n, tile):
-        rows = z[:, i : i + tile]
-        c = torch.bmm(rows, rows.transpose(1, 2))
-        v[:, i : i + tile].baddbmm_(c, rows)
-        for j in range(i + tile, n, tile):
-            cols = z[:, j : j + tile]
-            c = torch.bmm(rows, cols.transpose(1, 2))
-            v[:, i : i + tile].baddbmm_(c, cols)
-            v[:, j : j + tile].baddbmm_(c.transpose(1, 2), rows)
+    tile = tile_size(z.shape[1], z.shape[0], z.device.type)
+    gradient = torch.zeros_like(z)
+    tiles = zip(z.split(tile, 1), gradient.split(tile, 1), strict=True)
+    for first, second in combinations_with_replacement(tiles, 2):
+        rows, gradient_of_rows = first
+        columns, gradient_of_columns = second
+        c = torch.bmm(rows, columns.mT)
+        gradient_of_rows.baddbmm_(c, columns)
+        if columns is not rows:
+            gradient_of_columns.baddbmm_(c.mT, rows)
 
 
 def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
@@ -107,21 +105,14 @@ def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
 
 
 def least_seconds(options: Options, n: int) -> dict[str, float]:
-    """Return the least seconds of a call, by estimator."""
+    """Return the least seconds of a call, by estimator. The first round warms up."""
     z = tokens(options, n)
-    synchronize = torch.get_device_module(options.device).synchronize
     calls = {name: call(name, options) for name in options.estimators}
-    best = dict.fromkeys(calls, math.inf)
-    for round_ in range(options.repeat + 1):  # the first round warms up
-        for name, function in calls.items():
-            synchronize()
-            start = time.perf_counter()
-            function(z)
-            synchronize()
-            seconds = time.perf_counter() - start
-            if round_ > 0:
-                best[name] = min(best[name], seconds)
-    return best
+    rounds = [
+        {name: timed(function, z)[0] for name, function in calls.items()}
+        for _ in range(options.repeat + 1)
+    ]
+    return {name: min(seconds[name] for seconds in rounds) for name in calls}
 
 
 def gradient_cosines(options: Options, n: int) -> dict[str, float]:

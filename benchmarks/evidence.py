@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import tomli
-from numpy.polynomial.polynomial import polyfit
 from pandas import DataFrame
 from scipy import stats
 
@@ -51,6 +50,7 @@ from benchmarks.preregistered import (
     on_minus_off,
     outcomes,
     read_values,
+    slopes,
 )
 from titan_disp.lab.statistics import holm
 
@@ -101,7 +101,7 @@ def change_over_widths(runs: DataFrame) -> np.ndarray:
     narrowest to the widest MLP, on a straight line fitted over the logarithm of the width.
     """
     pairs = np.array([on_off(runs, "widths", f"-{width}") for width in WIDTHS])
-    return polyfit(np.log(WIDTHS), pairs, 1)[1] * np.log(WIDTHS[-1] / WIDTHS[0])
+    return slopes(np.log(WIDTHS), pairs.T) * np.log(WIDTHS[-1] / WIDTHS[0])
 
 
 def of_the_rules(runs: DataFrame) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def of_post_hoc(runs: DataFrame) -> dict[str, Any]:
     """Return findings that were not planned before the runs."""
     curves = tuning_curves(runs)
     at_low_rates = curves[:, : len(LOW_RATES)]
-    slopes = polyfit(np.log2(RATES), curves.T, 1)[1]
+    per_doubling = slopes(np.log2(RATES), curves)
     changes = changes_by_loss(runs)
     return {
         "low_rate": LOW_RATES[-1],
@@ -162,8 +162,8 @@ def of_post_hoc(runs: DataFrame) -> dict[str, Any]:
         "low_pairs": at_low_rates.size,
         "low_mean": at_low_rates.mean(),
         "curves": len(curves),
-        "least_slope": slopes.min(),
-        "largest_slope": slopes.max(),
+        "least_slope": per_doubling.min(),
+        "largest_slope": per_doubling.max(),
         "least_order": tuning_orders(runs, RATES[:1]).min(axis=None),
         "largest_order": tuning_orders(runs, RATES[3:]).max(axis=None),
         "losses": len(changes),

@@ -85,11 +85,10 @@ def rates(axes: Axes, runs: DataFrame) -> None:
     for curve, name, color in curves:
         axes.plot(RATES, curve, "o-", color=color, alpha=0.6, label=name)
     by_rate = on_minus_off(read_values([str(PREREGISTERED)]))
-    by_seed = np.array([*by_rate.values()])
-    low, high = interval(by_seed)
+    low, high = interval(by_rate.T)
     axes.errorbar(
         [*map(float, by_rate)],
-        by_seed.mean(-1),
+        by_rate.mean(),
         (high - low) / 2,
         fmt="ks",
         capsize=3,

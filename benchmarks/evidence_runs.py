@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pandas import DataFrame, Series
 from scipy import stats
 
@@ -103,7 +104,7 @@ def on_off(runs: DataFrame, part: str, end: str = "", number: str = LOSS) -> np.
     return paired(runs[part, f"on{end}", number], runs[part, f"off{end}", number])
 
 
-def interval(differences: np.ndarray, level: float = 0.95) -> tuple[Any, Any]:
+def interval(differences: ArrayLike, level: float = 0.95) -> tuple[Any, Any]:
     """Return both ends of Student's interval of the mean, [...], given differences [...,
     seeds].
     """
@@ -128,7 +129,7 @@ def sign_flip(differences: np.ndarray) -> np.ndarray:
     return (abs(differences @ signs.T) >= distance - 1e-9).mean(-1)
 
 
-def ends(differences: np.ndarray, level: float = 0.95) -> str:
+def ends(differences: ArrayLike, level: float = 0.95) -> str:
     """Return the interval as text."""
     return " … ".join(f"{end:+.4f}" for end in interval(differences, level))
 

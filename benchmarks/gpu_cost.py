@@ -45,14 +45,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from measuring import Printed, show
+from measuring import DEVICE, Printed, show
 from titan_disp.cluster import cost
 from titan_disp.cluster.plan import BANDWIDTH_PART
 from titan_disp.dispersion import DispersionLoss, kernels, triton_pairs
 from titan_disp.dispersion.layers import compute_in_backward
 from titan_disp.dispersion.loss import ESTIMATORS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAVED = "saved"
 HOOK = "hook"
 WAYS = (SAVED, HOOK)

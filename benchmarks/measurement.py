@@ -12,18 +12,16 @@ measurements.
 """
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from timeit import repeat
 
 import torch
 import tyro
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.config import JobConfig
 
-from measuring import Printed, show
+from measuring import Printed, show, timed
 from titan_disp.cluster.cost import find_gpu
 from titan_disp.cluster.plan import Plan, make_plan
 from titan_disp.condensation.heatmap import heatmaps as draw
@@ -59,25 +57,12 @@ class Options(Printed):
     """Rounds of each timing. The least counts."""
 
 
-def least_seconds(rounds: int, function: Callable[[], object]) -> float:
-    """Return the least CPU seconds of a call, after a first call that warms up. Other work
-    on the machine has less influence on CPU seconds.
-    """
-    return min(
-        repeat(function, timer=time.process_time, number=1, repeat=rounds + 1)[1:]
-    )
-
-
-def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
-    """Return CPU seconds of one core for a layer's eigenvalues, a heatmap in
+def least_seconds(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
+    """Return the least CPU seconds of one core for a layer's eigenvalues, a heatmap in
     TensorBoard, and a measurement's files.
     """
     torch.set_num_threads(1)
-    u = torch.nn.functional.normalize(
-        torch.randn(tokens, dim, dtype=torch.float64), dim=-1
-    )
-    if tokens > dim:
-        u = u.T
+    u = torch.randn(min(tokens, dim), max(tokens, dim), dtype=torch.float64)
     gram = u @ u.T
     sums = Accumulator(layers)
     for layer in range(layers):
@@ -86,18 +71,20 @@ def timed(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:
     measurement = sums.result(64)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as board:
 
-        def write() -> None:
+        def eigenvalues() -> None:
+            _effective_rank(torch.linalg.eigvalsh(gram))
+
+        def heatmap() -> None:
+            board.add_figure("heatmap", draw([{"step 0": measurement}]), 0)
+
+        def files() -> None:
             measurement.save(Path(folder) / "step-0.npz")
             append_json(Path(folder) / "metrics.jsonl", measurement.to_json())
 
-        parts: dict[str, Callable[[], object]] = {
-            "eigenvalues": lambda: _effective_rank(torch.linalg.eigvalsh(gram)),
-            "heatmap": lambda: board.add_figure(
-                "heatmap", draw([{"step 0": measurement}]), 0
-            ),
-            "files": write,
+        return {
+            part.__name__: min(timed(part)[1] for _ in range(rounds))
+            for part in (eigenvalues, heatmap, files)
         }
-        return {name: least_seconds(rounds, part) for name, part in parts.items()}
 
 
 def busiest_rank(
@@ -125,7 +112,7 @@ def heatmaps(measurements: Sequence[int]) -> int:
     following = 0.0
     for step in measurements:
         if step >= following:
-            drawn = drawn + 1
+            drawn += 1
             following = HEATMAP_RATIO * step
     return drawn
 
@@ -173,14 +160,14 @@ def main() -> None:
     job_config = load_config(["--job.config_file", options.config, *options.overrides])
     args = args_of(job_config)
     n = min(job_config.condensation.max_tokens, job_config.training.seq_len)  # type: ignore[attr-defined]
-    taken = timed(n, args.dim, args.n_layers + 2, options.rounds)
+    taken = least_seconds(n, args.dim, args.n_layers + 2, options.rounds)
     rows = []
     for nodes in options.nodes:
         plan = make_plan(job_config, Machine(nodes, options.gpus_per_node))
         rows.append(
             {"gpus": nodes * options.gpus_per_node, **cost(job_config, plan, taken)}
         )
-    show(options.json, timed=taken, rows=rows)
+    show(options.json, timed=[taken], rows=rows)
 
 
 if __name__ == "__main__":

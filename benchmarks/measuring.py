@@ -9,6 +9,9 @@ from multiprocessing import get_context
 from typing import Any
 
 import pandas
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
@@ -29,12 +32,15 @@ def in_a_fresh_process(function: Callable[..., Any], *args: object) -> Any:
 
 
 def timed(function: Callable[..., object], *args: object) -> tuple[float, float]:
-    """Return the seconds and the CPU seconds of a call. CPU seconds depend less on other
-    work on the machine.
+    """Return the seconds and the CPU seconds of a call, until a GPU has done its work. CPU
+    seconds depend less on other work on the machine.
     """
+    synchronize = torch.get_device_module(DEVICE).synchronize
+    synchronize()
     start = time.perf_counter()
     cpu = time.process_time()
     function(*args)
+    synchronize()
     return time.perf_counter() - start, time.process_time() - cpu
 
 

@@ -15,11 +15,11 @@ interval of its outcome and a verdict. Then it prints the difference between the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pandas
 import tyro
+from pandas import DataFrame, MultiIndex, Series
 from tyro.conf import Positional
 
 from benchmarks.evidence_runs import ends, interval
@@ -33,7 +33,7 @@ DRAWS = 20_000  # number of simulated experiments
 Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def described(outcome: np.ndarray, level: float) -> str:
+def described(outcome: np.ndarray | Series, level: float) -> str:
     """Return the mean of an outcome [seeds] and Student's interval, as text."""
     bounds = f"{100 * level:.0f} % interval {ends(outcome, level)}"
     return f"{outcome.mean():+.4f} ({bounds}, {len(outcome)} seeds)"
@@ -90,12 +90,13 @@ PREDICTIONS = {
 }
 
 
-def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the slope of y over x, by least squares."""
-    return float(np.polyfit(x, y, 1)[0])
+def slopes(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the slopes of y over x by least squares, [...], given [..., points]."""
+    x = x - x.mean(-1, keepdims=True)
+    return (x * y).sum(-1) / (x**2).sum(-1)
 
 
-def read_values(files: Sequence[str]) -> pandas.DataFrame:
+def read_values(files: Sequence[str]) -> DataFrame:
     """Return the values of all files, with NaN for missing runs. The rows are named by the
     text of the runs' seeds, and the columns by (metric, condition).
 
@@ -105,57 +106,45 @@ def read_values(files: Sequence[str]) -> pandas.DataFrame:
     return rows.pivot(index="seeds", columns=["metric", "point"], values="value")
 
 
-def finished(
-    values: pandas.DataFrame, metric: str, *conditions: str
-) -> pandas.DataFrame:
-    """Return a metric by seeds and conditions, without the seeds that any of the conditions
-    lacks.
-    """
-    return values.reindex(columns=[(metric, name) for name in conditions]).dropna()
+def difference(values: DataFrame, metric: str, condition: str, baseline: str) -> Series:
+    """Return condition − baseline in a metric, for the seeds that have both."""
+    pairs = values.reindex(columns=[(metric, condition), (metric, baseline)]).dropna()
+    return pairs[metric, condition] - pairs[metric, baseline]
 
 
-def difference(
-    values: pandas.DataFrame, metric: str, condition: str, baseline: str
-) -> np.ndarray:
-    """Return condition − baseline in a metric, [seeds]."""
-    pairs = finished(values, metric, condition, baseline).to_numpy()
-    return pairs[:, 0] - pairs[:, 1]
+def on_minus_off(values: DataFrame) -> DataFrame:
+    """Return on − off in experiment A, by seed and learning rate."""
+    return DataFrame(
+        {
+            rate: difference(values, "validation", f"on_lr-{rate}", f"off_lr-{rate}")
+            for rate in RATES
+        }
+    )
 
 
-def on_minus_off(values: pandas.DataFrame) -> dict[str, np.ndarray]:
-    """Return on − off [seeds] in experiment A, by learning rate."""
-    return {
-        rate: difference(values, "validation", f"on_lr-{rate}", f"off_lr-{rate}")
-        for rate in RATES
-    }
-
-
-def outcomes(values: pandas.DataFrame) -> dict[str, np.ndarray]:
+def outcomes(values: DataFrame) -> dict[str, np.ndarray]:
     """Return the outcome [seeds] of each prediction of A and B, for the seeds of which all
     runs have finished.
     """
     loss = partial(difference, values, "validation")
-    names = [f"{state}_lr-{rate}" for state, rate in product(("on", "off"), RATES)]
-    by_seed = finished(values, "validation", *names).to_numpy()
-    on_minus_off = by_seed[:, : len(RATES)] - by_seed[:, len(RATES) :]
     doublings = np.log2([float(rate) for rate in RATES])
-    losses = finished(values, "validation", *DOSES)
-    cosines = finished(values, "mean_cosine", *DOSES)
-    seeds = losses.index.intersection(cosines.index)
-    pairs = zip(cosines.loc[seeds].values, losses.loc[seeds].values, strict=True)
-    on = loss("on", "off")
+    columns = MultiIndex.from_product((("mean_cosine", "validation"), DOSES))
+    doses = values.reindex(columns=columns).dropna()
+    on = loss("on", "off").to_numpy()
     return {
-        "A1": np.array([slope(doublings, row) for row in on_minus_off]),
-        "A2": loss("on_lr-0.001", "off_lr-0.001"),
-        "A3": loss("off_lr-0.0015", "on_lr-0.001"),
+        "A1": slopes(doublings, on_minus_off(values).dropna().to_numpy()),
+        "A2": loss("on_lr-0.001", "off_lr-0.001").to_numpy(),
+        "A3": loss("off_lr-0.0015", "on_lr-0.001").to_numpy(),
         "B1": on,
         "B1, no difference of 0.01 or more": on,
-        "B2": np.array([slope(*cosines_and_losses) for cosines_and_losses in pairs]),
+        "B2": slopes(
+            *(doses[name].to_numpy() for name in ("mean_cosine", "validation"))
+        ),
     }
 
 
-def secondary(values: pandas.DataFrame) -> dict[str, np.ndarray]:
-    """Return on − off in each metric but the validation loss, [seeds]."""
+def secondary(values: DataFrame) -> dict[str, Series]:
+    """Return on − off by seed, in each metric but the validation loss."""
     metrics = values.columns.unique("metric").drop("validation", errors="ignore")
     return {metric: difference(values, metric, "on", "off") for metric in metrics}
 

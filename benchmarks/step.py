@@ -25,11 +25,11 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from measuring import Printed, in_a_fresh_process, show, timed
+from measuring import DEVICE, Printed, in_a_fresh_process, show, timed
 
 ROOT = Path(__file__).parent.parent
 ESTIMATORS = ("off", "exact", "moments", "sampled")
-ON_GPU = torch.cuda.is_available()
+ON_GPU = DEVICE == "cuda"
 DEFAULTS: dict[str, Any] = {
     "config": "demo_cpu.toml",
     "flavor": "nano",
@@ -115,8 +115,6 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     def step() -> None:
         trainer.step += 1
         trainer.train_step(batches)
-        if ON_GPU:
-            torch.cuda.synchronize()
 
     for _ in range(warmup):
         step()
