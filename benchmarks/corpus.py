@@ -45,16 +45,21 @@ from titan_disp.lab.sample import (
 )
 from titan_disp.templates import templates
 
+# The parts of the corpus
+MAIN = "main"
+HELD_BACK = "held_back"
 # NAME=VERSION in the last point release of Debian 12, which stays in the archive. (Security
 # updates are replaced within weeks.)
-PACKAGES = (
-    "linux-doc-6.1=6.1.176-1",
-    "dict-gcide=0.48.5+nmu2",
-    "perl-doc=5.36.0-7+deb12u3",
-    "postgresql-doc-15=15.18-0+deb12u1",
-    "anarchism=15.3-3",
-)
-HELD_BACK = ("dict-foldoc=20230119-1",)
+PACKAGES = {
+    MAIN: (
+        "linux-doc-6.1=6.1.176-1",
+        "dict-gcide=0.48.5+nmu2",
+        "perl-doc=5.36.0-7+deb12u3",
+        "postgresql-doc-15=15.18-0+deb12u1",
+        "anarchism=15.3-3",
+    ),
+    HELD_BACK: ("dict-foldoc=20230119-1",),
+}
 # Files that repeat other files of a package: the kernel's pages in HTML, whose sources are
 # in the package too, pods as man pages, and Markdown. Translations and device tree bindings
 # are not English prose.
@@ -96,8 +101,6 @@ class Options:
     """
     folder: Path | None = None
     """Use this folder's texts instead of Debian's packages, without a held-back part."""
-    packages: tuple[str, ...] = PACKAGES
-    held_back: tuple[str, ...] = HELD_BACK
     downloads: Path = Path("data/packages")
     """Folder of the packages. apt-get downloads missing packages to this folder."""
     held_out: int = 1500
@@ -124,16 +127,11 @@ def download(package: str, folder: Path) -> Path:
     )
     debs = sorted(folder.glob(pattern))
     if done.returncode or not debs:
-        policy = subprocess.run(
-            ["apt-cache", "policy", name], capture_output=True, text=True
-        ).stdout
-        offered = "".join(re.findall(r"Candidate: (\S+)", policy)) or "?"
         raise SystemExit(
             f"{package} cannot be downloaded: {done.stderr.strip()[-500:]}\n"
-            f"Debian offers {name}={offered} on this machine. Run apt-get update first, "
-            "as the list of versions may be old. If the version is gone, put the file "
-            "into --downloads, or name another version in --packages or --held-back: "
-            "numbers measured on that corpus are not comparable"
+            "Run apt-get update first, as the list of versions may be old. If the version "
+            f"is gone, put the file {pattern} into {folder}: numbers that were measured "
+            "with another version are not comparable"
         )
     return debs[0]
 
@@ -280,21 +278,19 @@ def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
 def _write_split(splits: dict[str, list[Document]], folder: Path) -> None:
     (folder / "en").mkdir(parents=True)
     (folder / "test").mkdir()
-
-    def records(documents: Iterable[Document]) -> Iterator[dict[str, str]]:
-        return (
+    names = {
+        "en/c4-validation.00000-of-00001.json.gz": splits["development"],
+        "test/c4-validation.00000-of-00001.json.gz": splits["test"],
+    }
+    for i in range(TRAIN_FILES):
+        name = f"en/c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
+        names[name] = splits["train"][i::TRAIN_FILES]
+    for name, documents in names.items():
+        records = (
             {"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"}
             for d in documents
         )
-
-    for i in range(TRAIN_FILES):
-        name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
-        write_shard(folder / "en" / name, records(splits["train"][i::TRAIN_FILES]))
-    for place, name in (("en", "development"), ("test", "test")):
-        write_shard(
-            folder / place / "c4-validation.00000-of-00001.json.gz",
-            records(splits[name]),
-        )
+        write_shard(folder / name, records)
 
 
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:
@@ -315,61 +311,61 @@ def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str
     return sizes
 
 
+def downloaded(
+    options: Options,
+) -> tuple[dict[str, str], dict[str, Iterator[Document]]]:
+    """Return the sha256 of each package, and the documents of each part."""
+    digests = {}
+    parts = {}
+    for part, packages in PACKAGES.items():
+        files = {}
+        for package in progress("downloading packages", "package", items=packages):
+            deb = download(package, options.downloads)
+            digests[package] = hashlib.sha256(deb.read_bytes()).hexdigest()
+            files[package.partition("=")[0]] = deb
+        parts[part] = chain.from_iterable(
+            read(name, package_files(deb)) for name, deb in files.items()
+        )
+    return digests, parts
+
+
 def build(options: Options, folder: Path) -> dict[str, Any]:
     """Return the content of corpus.json, after writing the corpus into an empty folder."""
-    parts: dict[str, Iterator[Document]] = {}
-    sources: dict[str, str] = {}
-    if options.folder is not None:
-        parts["main"] = read(
-            options.folder.name, folder_files(options.folder), options.characters
-        )
-        sources[str(options.folder)] = "a folder"
+    if options.folder is None:
+        sources, parts = downloaded(options)
     else:
-        for part, packages in (
-            ("main", options.packages),
-            ("held_back", options.held_back),
-        ):
-            bar = progress("downloading packages", "package", items=packages)
-            files = {package: download(package, options.downloads) for package in bar}
-            sources |= {
-                package: hashlib.sha256(deb.read_bytes()).hexdigest()
-                for package, deb in files.items()
-            }
-            debs = ((package.partition("=")[0], deb) for package, deb in files.items())
-            parts[part] = chain.from_iterable(
-                read(name, package_files(deb)) for name, deb in debs
-            )
+        sources = {str(options.folder): "a folder"}
+        files = folder_files(options.folder)
+        parts = {MAIN: read(options.folder.name, files, options.characters)}
     facts: dict[str, Any] = {
         "sources": sources,
         "held_out": options.held_out,
         "left_out": {},
         "sizes": {},
     }
-    encode = None
+    # of all texts for training and measurements, and of the tokenizer
     digest = hashlib.sha256()
-    held_out = options.held_out
-    place = folder
-    for part, documents in parts.items():
-        kept, left_out = without_duplicates(
-            progress(f"reading {part}", "document", items=documents)
-        )
+    for part, documents in parts.items():  # the main part comes first
+        place = folder
+        held_out = options.held_out
+        if part == HELD_BACK:
+            place = folder / HELD_BACK
+            held_out = options.held_out // 10
+        documents = progress(f"reading {part}", "document", items=documents)
+        kept, left_out = without_duplicates(documents)
         splits = split(kept, held_out)
         for document in chain.from_iterable(splits.values()):
             digest.update(document.sha256.encode())
         _write_split(splits, place)
-        if encode is None:
-            (folder / "tokenizer").mkdir()
+        if part == MAIN:
             texts = tokenizer_texts(splits["train"])
             model = train_tokenizer(texts, options.vocab_size)
             digest.update(model)
+            (folder / "tokenizer").mkdir()
             (folder / "tokenizer" / "corpus.model").write_bytes(model)
             encode = load_tokenizer(folder / "tokenizer").encode
-        # for the held-back part, which comes second
-        held_out = options.held_out // 10
-        place = folder / "held_back"
         facts["left_out"][part] = dict(left_out)
         facts["sizes"][part] = _sizes(splits, encode)
-    # of all texts for training and measurements, and of the tokenizer
     facts["sha256"] = digest.hexdigest()
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     page = templates(__file__, number=format).get_template("corpus.md.j2")
@@ -379,26 +375,24 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
 
 def main(options: Options) -> dict[str, Any]:
     """Return the content of corpus.json, of a new corpus or of a complete one."""
-    if (options.out / "corpus.json").is_file():
-        facts = json.loads((options.out / "corpus.json").read_text())
-        sources = [*options.packages, *options.held_back]
-        if options.folder:
-            sources = [str(options.folder)]
-        if list(facts["sources"]) != sources or facts["held_out"] != options.held_out:
-            raise SystemExit(
-                f"{options.out} holds a corpus of {', '.join(facts['sources'])}: "
-                "choose another folder"
-            )
-        print(f"{options.out}: complete already")
-    else:
+    if not (options.out / "corpus.json").is_file():
         if options.out.exists() and any(options.out.iterdir()):
             raise SystemExit(
                 f"{options.out} exists and is not a corpus: choose another folder or "
                 "remove it"
             )
         with atomic_folder(options.out) as partial:
-            facts = build(options, partial)
-    print((options.out / "README.md").read_text())
+            build(options, partial)
+    facts = json.loads((options.out / "corpus.json").read_text())
+    sources = [*chain.from_iterable(PACKAGES.values())]
+    if options.folder is not None:
+        sources = [str(options.folder)]
+    if list(facts["sources"]) != sources or facts["held_out"] != options.held_out:
+        raise SystemExit(
+            f"{options.out} holds a corpus of {', '.join(facts['sources'])}: "
+            "choose another folder"
+        )
+    print(f"{options.out} is complete\n{(options.out / 'README.md').read_text()}")
     return facts
 
 

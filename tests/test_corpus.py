@@ -161,7 +161,7 @@ def test_a_corpus_of_a_folder(tmp_path, capsys):
     ]
     assert written[0] == written[1]
     main(Options(one, **options))
-    assert "complete already" in capsys.readouterr().out
+    assert "is complete" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="choose another folder"):
         main(Options(one, **options | {"held_out": 3}))
 
