@@ -41,7 +41,7 @@ from titan_disp.lab.sample import (
     MIN_CHARACTERS,
     TIMESTAMP,
     train_tokenizer,
-    write_shard,
+    write_split,
 )
 from titan_disp.templates import templates
 
@@ -275,22 +275,11 @@ def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
     return [text.translate(rare) for text in texts]
 
 
-def _write_split(splits: dict[str, list[Document]], folder: Path) -> None:
-    (folder / "en").mkdir(parents=True)
-    (folder / "test").mkdir()
-    names = {
-        "en/c4-validation.00000-of-00001.json.gz": splits["development"],
-        "test/c4-validation.00000-of-00001.json.gz": splits["test"],
-    }
-    for i in range(TRAIN_FILES):
-        name = f"en/c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
-        names[name] = splits["train"][i::TRAIN_FILES]
-    for name, documents in names.items():
-        records = (
-            {"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"}
-            for d in documents
-        )
-        write_shard(folder / name, records)
+def _records(documents: Iterable[Document]) -> list[dict[str, str]]:
+    return [
+        {"text": d.text, "timestamp": TIMESTAMP, "url": f"{d.source}:{d.name}"}
+        for d in documents
+    ]
 
 
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:
@@ -356,7 +345,10 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
         splits = split(kept, held_out)
         for document in chain.from_iterable(splits.values()):
             digest.update(document.sha256.encode())
-        _write_split(splits, place)
+        train = _records(splits["train"])
+        write_split(place / "en", "train", train, TRAIN_FILES)
+        write_split(place / "en", "validation", _records(splits["development"]))
+        write_split(place / "test", "validation", _records(splits["test"]))
         if part == MAIN:
             texts = tokenizer_texts(splits["train"])
             model = train_tokenizer(texts, options.vocab_size)

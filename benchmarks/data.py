@@ -10,13 +10,14 @@ kB) and spread. "bounds" has the memory and the time of a rank with many slots o
 document.
 """
 
+import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from titan_disp.lab.sample import (
     documents,
     train_tokenizer,
     write_sample,
-    write_shard,
+    write_split,
 )
 
 
@@ -69,38 +70,31 @@ def write_corpus(folder: Path, options: Options) -> None:
     rng = np.random.default_rng(0)
     # A lognormal distribution with a mean of 2.2 kB (about 370 words of 6 characters):
     # 0.6 is half of the variance, 1.1².
-    shape = (options.files, options.documents)
-    lengths = rng.lognormal(math.log(370) - 0.6, 1.1, shape).astype(int) + 10
-    starts = rng.integers(0, len(words), shape)
+    count = options.files * options.documents
+    lengths = rng.lognormal(math.log(370) - 0.6, 1.1, count).astype(int) + 10
+    starts = rng.integers(0, len(words), count)
     # so that a document may run past the end
     words += words[: lengths.max()]
-    (folder / "en").mkdir()
-    for f in range(options.files):
-        places = zip(starts[f], lengths[f], strict=True)
-        documents_of_file = (words[start : start + length] for start, length in places)
-        write_shard(
-            folder / "en" / f"c4-train.{f:05d}-of-{options.files:05d}.json.gz",
-            ({"text": " ".join(document)} for document in documents_of_file),
-        )
-    (folder / "README.md").write_text(
-        CARD.replace(
-            "  - split: validation\n    path: en/c4-validation.*.json.gz\n", ""
-        )
-    )
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        texts, vocab_size=2048, special_tokens=["<|endoftext|>"], show_progress=False
-    )
+    records = [
+        {"text": " ".join(words[start : start + length])}
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    write_split(folder / "en", "train", records, options.files)
+    write_split(folder / "en", "validation", records[:100])
+    (folder / "README.md").write_text(CARD)
     (folder / "spm").mkdir()
     # No user-defined symbols, because gigatoken and SentencePiece treat them differently
-    (folder / "spm" / "spm.model").write_bytes(
-        train_tokenizer(texts, 2048, user_defined_symbols=())
+    model = train_tokenizer(texts, 2048, user_defined_symbols=())
+    (folder / "spm" / "spm.model").write_bytes(model)
+    end = "<|endoftext|>"
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts, vocab_size=2048, special_tokens=[end], show_progress=False
     )
     (folder / "hf").mkdir()
     tokenizer.save(str(folder / "hf" / "tokenizer.json"))
-    (folder / "hf" / "tokenizer_config.json").write_text(
-        '{"eos_token": "<|endoftext|>"}'
-    )
+    eos = json.dumps({"eos_token": end})
+    (folder / "hf" / "tokenizer_config.json").write_text(eos)
 
 
 def job_config(folder: Path, tokenizer: str, seq_len: int) -> JobConfig:
@@ -238,45 +232,41 @@ def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
     }
 
 
-def link_many(files: Sequence[Path], folder: Path, count: int) -> None:
-    """Create a folder of ``count`` hard links to the files."""
-    folder.mkdir()
-    for i in range(count):
-        os.link(
-            files[i % len(files)], folder / f"c4-train.{i:05d}-of-{count:05d}.json.gz"
-        )
+def link_many(folder: Path, count: int) -> None:
+    """Create the folder "many" with hard links to the files of "en", in turn."""
+    (folder / "many").mkdir()
+    files = cycle(sorted((folder / "en").glob("c4-train*.gz")))
+    for i, file in zip(range(count), files, strict=False):
+        name = f"c4-train.{i:05d}-of-{count:05d}.json.gz"
+        os.link(file, folder / "many" / name)
 
 
 def write_large(folder: Path) -> None:
-    """Write sixteen files of 1,000 documents of 2 kB. In one file, a document near the
-    beginning is 50 MB long.
+    """Write 16,000 documents of 2 kB into sixteen files. A document of one file, near its
+    beginning, is 50 MB long.
 
     The text of that document repeats, so that gzip stores it in few bytes. Each slot has
     an equal share of the stored bytes: if one file were many times larger than the
     others, nearly all slots would read that file again and again.
     """
     text = " ".join(d["text"] for d in documents())
-    (folder / "large").mkdir()
-    for i in range(16):
-        places = (997 * k % (len(text) - 2000) for k in range(1000 * i, 1000 * (i + 1)))
-        texts = [text[place : place + 2000] for place in places]
-        if i == 3:
-            texts[40] = text[:1000] * ((50 << 20) // 1000)
-        records = ({"text": text} for text in texts)
-        write_shard(folder / "large" / f"{i:02d}.json.gz", records)
+    places = (997 * i % (len(text) - 2000) for i in range(16_000))
+    records = [{"text": text[place : place + 2000]} for place in places]
+    records[40 * 16 + 3]["text"] = text[:1000] * ((50 << 20) // 1000)
+    write_split(folder / "large", "train", records, 16)
 
 
 def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder, options)
-        link_many(
-            sorted((folder / "en").glob("*.gz")), folder / "many", options.many_files
-        )
+        link_many(folder, options.many_files)
         write_large(folder)
         write_sample(folder / "sample")
-        names = {"SentencePiece": "spm", "Hugging Face": "hf"}
-        tokenizers = {name: str(folder / path) for name, path in names.items()}
+        tokenizers = {
+            "SentencePiece": str(folder / "spm"),
+            "Hugging Face": str(folder / "hf"),
+        }
         rows = speed(folder, tokenizers, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
     show(options.json, rows=rows, bounds=cases)

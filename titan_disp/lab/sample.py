@@ -12,7 +12,7 @@ import io
 import json
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from pydoc_data import topics
@@ -98,6 +98,19 @@ def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
             file.write((json.dumps(record) + "\n").encode())
 
 
+def write_split(
+    folder: Path, split: str, records: Sequence[dict[str, str]], files: int = 1
+) -> None:
+    """Write the files of a split, named as in allenai/c4: train or validation.
+
+    Record i is in file i mod ``files``. The folder is created if it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(files):
+        name = f"c4-{split}.{i:05d}-of-{files:05d}.json.gz"
+        write_shard(folder / name, records[i::files])
+
+
 def train_tokenizer(
     texts: Iterable[str],
     vocab_size: int,
@@ -164,13 +177,8 @@ def write_sample(folder: str | Path, vocab_size: int = 2048) -> dict[str, int]:
     train = [r for i, r in enumerate(records) if i % VALIDATION_SHARE]
     if not complete:
         with atomic_folder(folder) as partial:
-            (partial / "en").mkdir()
-            for i in range(TRAIN_FILES):
-                name = f"c4-train.{i:05d}-of-{TRAIN_FILES:05d}.json.gz"
-                write_shard(partial / "en" / name, train[i::TRAIN_FILES])
-            write_shard(
-                partial / "en" / "c4-validation.00000-of-00001.json.gz", validation
-            )
+            write_split(partial / "en", "train", train, TRAIN_FILES)
+            write_split(partial / "en", "validation", validation)
             (partial / "tokenizer").mkdir()
             try:
                 model = train_tokenizer((r["text"] for r in train), vocab_size)
