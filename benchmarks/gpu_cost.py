@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_cost.py            # a table for three shapes and all estimators
     python benchmarks/gpu_cost.py --ranks 8  # one rank of 8 that share each sequence
-    python benchmarks/gpu_cost.py --measure  # compare with the times of steps on this GPU
+    python benchmarks/gpu_cost.py --measure  # compare with measured times on this GPU
     python benchmarks/gpu_cost.py --no-kernel  # without the Triton kernel of pairs
 
 The loss runs on meta tensors, which have shapes but no data, and takes the path of a
@@ -18,6 +18,7 @@ sent_bytes      bytes that a rank sends in collectives; 0 without --ranks
 saved_bytes     bytes held from forward to backward
 H100_ms, …      milliseconds of products, other bytes and collectives within a node, added
                 up, without gaps between kernels
+measured_ms     with --measure, milliseconds of the same kernels on this device
 
 "way" says where the gradient is computed: "saved" in the forward pass, or "hook" in a
 hook of the backward pass, as the trainer does for large layers.
@@ -38,14 +39,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from measuring import DEVICE, Printed, show
+from measuring import DEVICE, Printed, show, timed
 from titan_disp.cluster import cost
 from titan_disp.cluster.plan import BANDWIDTH_PART
 from titan_disp.dispersion import DispersionLoss, kernels, triton_pairs
@@ -68,10 +69,10 @@ OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read the tensors that they wri
 
 @dataclass(frozen=True)
 class Shape:
-    """The outputs of one block, [batch, tokens, features]."""
+    """The outputs of one block, [batch, length, features]."""
 
     batch: int
-    tokens: int
+    length: int
     features: int
     precision: str  # float32, bfloat16, or amp: float32 under bf16 AMP
 
@@ -95,10 +96,12 @@ class Shape:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
-    def empty(self, device: str) -> Tensor:
-        return torch.empty(
-            self.batch, self.tokens, self.features, dtype=self.dtype, device=device
-        )
+    def tokens(self, device: str, layers: int) -> list[Tensor]:
+        """Return random tokens of this shape, one tensor per layer."""
+        size = (self.batch, self.length, self.features)
+        return [
+            torch.randn(size, dtype=self.dtype, device=device) for _ in range(layers)
+        ]
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Options(Printed):
     """Use the Triton kernel of pairs. Otherwise, use the compiled functions that it
     replaces, as with TITAN_DISP_TRITON=0."""
     measure: bool = False
-    """Measure each estimator in steps of a stack of layers on this device."""
+    """Also measure the kernels' time on this device: "measured ms"."""
 
 
 def on_device(*values: Any) -> list[Tensor]:
@@ -398,6 +401,11 @@ def added(
     return compute_in_backward(outputs, of_part, finish=lambda: None)
 
 
+def as_outputs(tokens: list[Tensor]) -> list[Tensor]:
+    """Return the same tensors as the outputs of blocks, which need gradients."""
+    return [z.detach().requires_grad_().view_as(z) for z in tokens]
+
+
 def count(
     shape: Shape,
     estimator: str,
@@ -421,9 +429,8 @@ def _counted(
     group: dist.ProcessGroup | None,
 ) -> Counter:
     """Return the counter of a step of all layers."""
-    inputs = [shape.empty("meta").requires_grad_() for _ in range(layers)]
-    outputs = [z.view_as(z) for z in inputs]
-    gradients = [shape.empty("meta") for _ in range(layers)]  # from the next blocks
+    outputs = as_outputs(shape.tokens("meta", layers))
+    gradients = shape.tokens("meta", layers)  # from the next blocks
     with Counter(shape.amp) as counter:
         value = added(loss, way, outputs, group)
         counter.saved_bytes = counter.live_bytes()
@@ -431,21 +438,52 @@ def _counted(
     return counter
 
 
-def count_rows(options: Options) -> list[dict[str, Any]]:
+def measured_ms(shape: Shape, estimator: str, way: str, layers: int) -> float:
+    """Return the mean time per layer of the kernels that ``count`` counts, on this device,
+    after two steps that warm up.
+    """
+    # On a CPU, ops stand in for kernels, so that this code can be tested.
+    activity = getattr(ProfilerActivity, DEVICE.upper())
+    device = getattr(DeviceType, DEVICE.upper())
+    loss = DispersionLoss(estimator=estimator)
+    tokens = shape.tokens(DEVICE, layers)
+    gradients = shape.tokens(DEVICE, layers)
+
+    def step() -> None:
+        outputs = as_outputs(tokens)
+        value = added(loss, way, outputs, amp=shape.amp)
+        torch.autograd.backward([value, *outputs], [None, *gradients])
+
+    step()
+    step()
+    with profile(activities=[activity]) as profiler:
+        timed(step)  # waits for the device
+    microseconds = sum(
+        event.time_range.elapsed_us()
+        for event in profiler.events()
+        if event.device_type == device and not event.is_user_annotation
+    )
+    return microseconds / 1e3 / layers
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
     """Return a row for each shape, estimator and way."""
-    rows = []
+    table = []
     cases = product(options.shapes, options.estimators, WAYS)
     with fake_ranks(options.ranks) as group:
-        for shape, estimator, way in cases:
-            per_layer = count(Shape.parse(shape), estimator, way, options.layers, group)
-            row = {"shape": shape, "estimator": estimator, "way": way}
+        for text, estimator, way in cases:
+            shape = Shape.parse(text)
+            per_layer = count(shape, estimator, way, options.layers, group)
+            row = {"shape": text, "estimator": estimator, "way": way}
             row |= asdict(per_layer)
             for gpu in PREDICTED_GPUS:
                 milliseconds = per_layer.milliseconds(gpu)
                 row[f"{gpu}_ms"] = milliseconds
                 row[f"{gpu}_ms_of_layers"] = options.layers * milliseconds
-            rows.append(row)
-    return rows
+            if options.measure:
+                row["measured_ms"] = measured_ms(shape, estimator, way, options.layers)
+            table.append(row)
+    return table
 
 
 @contextlib.contextmanager
@@ -466,90 +504,12 @@ def fake_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
         dist.destroy_process_group()
 
 
-class Stack(nn.Module):
-    """Residual blocks with one linear layer each, and a loss of the last output."""
-
-    def __init__(self, shape: Shape, layers: int) -> None:
-        super().__init__()
-        dtype = shape.dtype
-        self.amp = shape.amp
-        self.blocks = nn.ModuleList(
-            nn.Linear(shape.features, shape.features, device=DEVICE, dtype=dtype)
-            for _ in range(layers)
-        )
-        self.x = torch.randn_like(shape.empty(DEVICE))
-
-    def step(self, loss: DispersionLoss | None, way: str) -> None:
-        """Run forward and backward, with a dispersion loss if ``loss`` is given."""
-        self.zero_grad()
-        z = self.x
-        outputs = []
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.amp):
-            for block in self.blocks:
-                z = z + block(z)
-                outputs.append(z)
-        total = z.float().square().mean()
-        if loss is not None:
-            total = total + added(loss, way, outputs, amp=self.amp)
-        del z, outputs
-        total.backward()
-
-    def busy_ms(self, loss: DispersionLoss | None, way: str) -> float:
-        """Return the time of all kernels of a step, after two warm-up steps."""
-        # On a CPU, ops stand in for kernels, so that this code can be tested.
-        activity = getattr(ProfilerActivity, DEVICE.upper())
-        device = getattr(DeviceType, DEVICE.upper())
-        synchronize = torch.get_device_module(DEVICE).synchronize
-        for _ in range(2):
-            self.step(loss, way)
-        synchronize()
-        with profile(activities=[activity]) as profiler:
-            self.step(loss, way)
-            synchronize()
-        microseconds = sum(
-            event.time_range.elapsed_us()
-            for event in profiler.events()
-            if event.device_type == device and not event.is_user_annotation
-        )
-        return microseconds / 1e3
-
-
-def measured_rows(options: Options) -> list[dict[str, Any]]:
-    """Return the time of a step's kernels, by shape, estimator and way. Estimator "off" is a
-    step without the loss. The time of the loss per layer is the difference from it. On a GPU
-    of ``PREDICTED_GPUS``, the predicted time is beside it.
-    """
-    gpu = ""
-    if DEVICE == "cuda":
-        gpu = cost.gpu_name("")
-    rows = []
-    for text in options.shapes:
-        shape = Shape.parse(text)
-        stack = Stack(shape, options.layers)
-        off_ms = stack.busy_ms(None, SAVED)
-        rows.append({"shape": text, "estimator": "off", "busy_ms": off_ms})
-        for estimator, way in product(options.estimators, WAYS):
-            on_ms = stack.busy_ms(DispersionLoss(estimator=estimator), way)
-            loss_ms = (on_ms - off_ms) / options.layers
-            row = {"shape": text, "estimator": estimator, "way": way}
-            row |= {"busy_ms": on_ms, "loss_ms_per_layer": loss_ms}
-            if gpu in PREDICTED_GPUS:
-                predicted_ms = count(
-                    shape, estimator, way, options.layers
-                ).milliseconds(gpu)
-                row["predicted_ms_per_layer"] = predicted_ms
-                row["predicted_to_measured"] = predicted_ms / loss_ms
-            rows.append(row)
-    return rows
-
-
 def main(options: Options) -> None:
+    if options.measure and options.ranks > 1:
+        raise SystemExit("--measure measures one rank: leave out --ranks")
     if not options.kernel:
         triton_pairs.CHOICE = "0"
-    tables = {"counts": count_rows(options)}
-    if options.measure:
-        tables["measured"] = measured_rows(options)
-    show(options.json, **tables)
+    show(options.json, counts=rows(options))
 
 
 if __name__ == "__main__":

@@ -254,13 +254,9 @@ def test_gpu_cost_without_the_kernel():
 @pytest.mark.slow
 def test_gpu_cost_on_this_machine():
     options = "--layers 2 --shapes 2x64x16:float32 --estimators exact --measure"
-    off, *steps = results_of("gpu_cost.py", options)["measured"]
-    assert off["busy_ms"] > 0
-    for row in steps:
-        assert row["busy_ms"] > 0  # more than without the loss, on a quiet machine
-        assert row["loss_ms_per_layer"] == pytest.approx(
-            (row["busy_ms"] - off["busy_ms"]) / 2
-        )
+    counts = counts_of(results_of("gpu_cost.py", options))
+    assert counts.keys() == {("2x64x16:float32", "exact", w) for w in ("saved", "hook")}
+    assert all(row["measured_ms"] > 0 for row in counts.values())
 
 
 def test_cost_of_a_measurement(monkeypatch):
