@@ -6,14 +6,13 @@ markup, which a small model would otherwise mostly learn, and do not render tabl
 images or mathematics.
 """
 
+import base64
 import gzip
 import html
 import json
 import re
-import string
 import unicodedata
 from collections.abc import Iterator
-from functools import reduce
 from html.parser import HTMLParser
 from pathlib import PurePosixPath
 
@@ -245,10 +244,9 @@ def dictionary_pages(entries: bytes, index: str) -> Iterator[tuple[str, str]]:
         entries: the unpacked .dict file.
         index: lines with a headword, an offset and a length. Numbers are in base 64.
     """
-    digits = f"{string.ascii_uppercase}{string.ascii_lowercase}{string.digits}+/"
 
     def number(text: str) -> int:
-        return reduce(lambda value, digit: 64 * value + digits.index(digit), text, 0)
+        return int.from_bytes(base64.b64decode(text.rjust(8, "A")), "big")
 
     places: dict[tuple[int, int], str] = {}
     for line in index.splitlines():

@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 from titan_disp.condensation.heatmap import new_figure
 from titan_disp.condensation.record import Measurement, blocks_mean
 from titan_disp.files import atomic_write
-from titan_disp.lab.export.saved import find_saved, load_model
 from titan_disp.lab.inspection.command import CondensationOptions, measure
-from titan_disp.lab.inspection.targets import find_targets
+from titan_disp.lab.inspection.targets import LoadedModel, find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 from titan_disp.lab.plots import MEAN_COSINE, draw_layer_map
 from titan_disp.lab.report.charts import (
@@ -72,17 +71,17 @@ def main(
     for state in STATES:
         folders = [p.folder for p in points(definition) if p.condition == state]
         runs[state] = gather([f"dispersion {state}={','.join(map(str, folders))}"])
-    dataset = runs["off"][0].settings["training.dataset_path"]
-    texts = read_texts(None, dataset, seed=0)
-    content: dict[str, Any] = {
-        "while_training": {"steps": list(runs["off"][0].condensation)},
-        "after_training": {},
+    first, *_ = runs["off"]
+    texts = read_texts(None, first.settings["training.dataset_path"], seed=0)
+    during = {state: [over_time(run) for run in runs[state]] for state in STATES}
+    after = {
+        state: [measure_after(run.path, texts, sequences) for run in runs[state]]
+        for state in STATES
     }
-    for state, of_state in runs.items():
-        content["while_training"][state] = [over_time(run) for run in of_state]
-        content["after_training"][state] = [
-            measure_after(run.path, texts, sequences).to_json() for run in of_state
-        ]
+    content = {
+        "while_training": {"steps": list(first.condensation), **during},
+        "after_training": after,
+    }
     docs.mkdir(parents=True, exist_ok=True)
     draw(runs, docs / "condensation.png")
     with atomic_write(docs / "condensation.json") as partial:
@@ -100,28 +99,26 @@ def over_time(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def measure_after(run: Path, texts: Sequence[str], sequences: int) -> Measurement:
+def measure_after(run: Path, texts: Sequence[str], sequences: int) -> dict[str, Any]:
     """Return the measurement of a run's newest checkpoint on sequences of these texts, with
-    its cross-entropy.
+    its cross-entropy, as in a JSON file.
     """
-    ((name, target),) = find_targets(
-        [str(run)], all_steps=False, tokenizer=None
-    ).items()
+    targets = find_targets([str(run)], all_steps=False, tokenizer=None)
+    ((name, target),) = targets.items()
     tokens = cut_sequences(texts, target.encode, sequences, target.max_tokens or 0)
     model = target.load(torch.device("cpu"), "float32")
     measurement = measure(name, model, tokens, CondensationOptions((), run))
-    # ``model`` returns hidden states instead of logits.
-    loss = mean_loss(load_model(find_saved(run)), tokens)
-    return replace(measurement, cross_entropy=loss)
+    return replace(measurement, cross_entropy=mean_loss(model, tokens)).to_json()
 
 
 @torch.no_grad()
-def mean_loss(model: torch.nn.Module, sequences: torch.Tensor) -> float:
+def mean_loss(model: LoadedModel, sequences: torch.Tensor) -> float:
     """Return the mean cross-entropy of the next token in nats, given token ids [B, T]."""
-    losses = [
-        cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
-        for ids in sequences.split(BATCH)
-    ]
+    losses = []
+    for ids in sequences.split(BATCH):
+        h = model.forward(ids[:, :-1])
+        logits = linear(h, model.head.weight, model.head.bias)
+        losses.append(cross_entropy(logits.mT, ids[:, 1:], reduction="none"))
     return float(torch.cat(losses).double().mean())
 
 
