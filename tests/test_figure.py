@@ -168,25 +168,23 @@ def loss_and_slope(cosine):
 
 
 def test_the_picture_of_the_formula():
-    pair, cones = formula_figure.picture().axes
-    without, with_clamp, above, below = (line.get_xydata() for line in pair.lines)
-    np.testing.assert_allclose(without[[0, -1]], [[-1, np.exp(-1)], [1, 1]])
+    (axes,) = formula_figure.picture().axes
+    without, with_clamp, above, below, demo, ceiling = (
+        line.get_xydata() for line in axes.lines
+    )
+    np.testing.assert_allclose(without[[0, -1]], [[-1, -1], [1, 0]], atol=1e-9)
     for cosine, kept in ((-0.9, below), (0.3, None), (0.9, above)):
         loss, slope = loss_and_slope(cosine)
         value = np.interp(cosine, *with_clamp.T)
-        assert value == pytest.approx(np.exp(loss), abs=1e-4)
+        assert value == pytest.approx(loss, abs=1e-4)
         if kept is not None:
             begin, end = kept
             risen, along = (end - begin)[::-1]
-            assert risen / along == pytest.approx(slope * np.exp(loss))
-    without, with_clamp, demo = (line.get_xydata() for line in cones.lines[:3])
-    assert without[-1] == pytest.approx([1, 0], abs=1e-3)
-    assert with_clamp[-1] == pytest.approx([1, -np.arccos(0.75) / np.pi])
+            assert risen / along == pytest.approx(slope)
     for mean, loss in demo:
-        # the cosines of a cone are not all equal, except near 1
-        angle = np.arccos(min(mean, 0.75))
-        assert loss == pytest.approx(-angle / np.pi, abs=2e-3)
+        assert loss == pytest.approx(loss_and_slope(mean)[0])
     assert demo[:, 0].tolist() == [0.02, 0.99, 0.12]
+    assert ceiling[0, 1] == pytest.approx(with_clamp[-1, 1])
 
 
 def test_the_committed_picture_of_the_formula():
