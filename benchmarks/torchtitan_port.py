@@ -13,8 +13,6 @@ import re
 import shutil
 import symtable
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,33 +64,16 @@ def imported_by(package: Path) -> set[Imported]:
     return {name for name in names if name.module.split(".")[0] == "torchtitan"}
 
 
-def compare(
-    imports: set[Imported], modules: dict[str, str]
-) -> Iterator[tuple[Imported, str]]:
-    """Yield each import with "there", "elsewhere: MODULE, …" or "gone".
-
-    ``modules`` has the sources of the new version. A module has the names that its top level
-    assigns or imports, and its submodules. A name that a module only imports is not a place
-    to which another one has moved.
+def available(modules: dict[str, str]) -> set[Imported]:
+    """Return the names that a version has: what the top level of each module assigns or
+    imports, and the modules themselves.
     """
-    defined = set()
-    available = set(modules)
+    names = {Imported(*module.rpartition(".")[::2]) for module in modules}
     for module, source in modules.items():
         for symbol in symtable.symtable(source, module, "exec").get_symbols():
-            name = f"{module}.{symbol.get_name()}"
-            if symbol.is_assigned() and not symbol.is_imported():
-                defined.add(name)
             if symbol.is_assigned() or symbol.is_imported():
-                available.add(name)
-    for imported in sorted(imports):
-        places = sorted(name for name in defined if name.endswith(f".{imported.name}"))
-        if ".".join(imported) in available:
-            yield imported, "there"
-        elif places:
-            others = (place.removesuffix(f".{imported.name}") for place in places)
-            yield imported, f"elsewhere: {', '.join(others)}"
-        else:
-            yield imported, "gone"
+                names.add(Imported(module, symbol.get_name()))
+    return names
 
 
 def section(wheel: Path) -> str:
@@ -100,21 +81,19 @@ def section(wheel: Path) -> str:
     version = wheel.name.split("-")[1]
     with TemporaryDirectory() as folder:
         shutil.unpack_archive(wheel, folder, "zip")
-        modules = modules_of(Path(folder))
-    places = list(compare(imported_by(PACKAGE), modules))
-    counts = Counter(place.partition(":")[0] for _, place in places)
+        names = available(modules_of(Path(folder)))
+    imports = imported_by(PACKAGE)
+    missing = sorted(imports - names)
     successors = tomli.loads(SUCCESSORS.read_text())
     lines = [
         f"\nRead from the wheel of TorchTitan {version} on {date.today()}. Of "
-        f"titan-disp's imports from 0.2.2, {counts['there']} names are in their place, "
-        f"{counts['elsewhere']} are in another module, and {counts['gone']} are gone.\n",
+        f"titan-disp's imports from 0.2.2, {len(imports & names)} names are in their "
+        f"place, and {len(missing)} have moved or are gone.\n",
         f"| name in 0.2.2 | in {version} |",
         "|---|---|",
     ]
-    for imported, place in places:
-        if place != "there":
-            name = ".".join(imported)
-            lines.append(f"| `{name}` | {successors.get(name, place)} |")
+    for name in map(".".join, missing):
+        lines.append(f"| `{name}` | {successors.get(name, 'gone')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ import tomli
 import torch
 import tyro
 
-from benchmarks.torchtitan_port import Imported, compare, imported_by, modules_of
+from benchmarks.torchtitan_port import Imported, available, imported_by, modules_of
 from tests.command_line import ROOT
 from tests.oracle import oracle
 from tests.pages import (
@@ -384,17 +384,17 @@ def test_imports_from_torchtitan():
     installed = modules_of(
         Path(importlib.util.find_spec("torchtitan").origin).parent.parent
     )
-    for wanted, how in compare(imports, installed):
-        assert how == "there", wanted
+    assert imports <= available(installed)
+    for wanted in imports:
         assert hasattr(importlib.import_module(wanted.module), wanted.name), wanted
     text = (ROOT / "docs" / "port.md").read_text()
     counts = re.search(
-        r"(\d+) names are in their place, (\d+) are in another module, and (\d+) are gone",
+        r"(\d+) names are in their place, and (\d+) have moved or are gone",
         text,
     ).groups()
-    there, elsewhere, gone = map(int, counts)
-    assert there + elsewhere + gone == len(imports)
-    assert len(re.findall(r"^\| `torchtitan\.", text, flags=re.M)) == elsewhere + gone
+    there, missing = map(int, counts)
+    assert there + missing == len(imports)
+    assert len(re.findall(r"^\| `torchtitan\.", text, flags=re.M)) == missing
 
 
 def test_the_config_by_hand_can_start(tmp_path):
