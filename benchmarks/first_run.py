@@ -45,6 +45,7 @@ class Stage:
     advice: str
     process: str = ""
     ranks: str = ""
+    large: str = ""
     small: str = ""
     multiple: int = 1
     nodes: int = 1
@@ -110,14 +111,11 @@ def command(stage: Stage, options: Options) -> list[str]:
     """Return the arguments of slurm/node.sh for a stage: "process" and the arguments of
     Python, or "ranks", a folder for logs, a module and its arguments.
     """
+    text = f"{stage.process or stage.ranks} {stage.large}"
     debug = TABLE["debug"]
-    text = stage.process or stage.ranks
     if not options.gpus:
+        text = f"{stage.process or stage.ranks} {stage.small}"
         debug = f"{debug} {TABLE['debug_small']}"
-        if stage.ranks:
-            text = f"{text} {stage.small}"
-        elif stage.small:
-            text = stage.small
     argv = shlex.split(filled(text.replace("{debug}", debug), stage, options))
     if stage.process:
         return ["process", *argv]

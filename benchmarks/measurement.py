@@ -120,12 +120,11 @@ def heatmaps(measurements: Sequence[int]) -> int:
 def cost(
     job_config: JobConfig, plan: Plan, taken: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the seconds of each part of a measurement, their sum, the seconds of the
-    steps between two measurements ("steps"), and the measurements' fraction of the time
-    ("part"). "layers" counts the layers that the busiest rank measures, over
-    all its sequences.
+    """Return the seconds of each part of a measurement, their sum, and the measurements'
+    fraction of the time ("part"). "layers" counts the layers that the busiest rank measures,
+    over all its sequences.
     """
-    section = job_config.condensation  # type: ignore[attr-defined]
+    section = job_config.condensation
     args = args_of(job_config)
     n = min(section.max_tokens, plan.batch.seq_len)
     layers = args.n_layers + 2
@@ -145,21 +144,15 @@ def cost(
         "heatmaps": taken["heatmap"] * heatmaps(measurements) / len(measurements),
     }
     total = sum(parts.values())
-    steps = section.interval * plan.time.step_seconds
-    return {
-        "layers": pairs,
-        **parts,
-        "sum": total,
-        "steps": steps,
-        "part": total / (total + steps),
-    }
+    part = total / (total + section.interval * plan.time.step_seconds)
+    return {"layers": pairs, **parts, "sum": total, "part": part}
 
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     job_config = load_config(["--job.config_file", options.config, *options.overrides])
     args = args_of(job_config)
-    n = min(job_config.condensation.max_tokens, job_config.training.seq_len)  # type: ignore[attr-defined]
+    n = min(job_config.condensation.max_tokens, job_config.training.seq_len)
     taken = least_seconds(n, args.dim, args.n_layers + 2, options.rounds)
     rows = []
     for nodes in options.nodes:
