@@ -252,14 +252,6 @@ def split(documents: Sequence[Document], held_out: int) -> dict[str, list[Docume
     }
 
 
-def seen_in(train: set[int], documents: Iterable[Document]) -> float:
-    """Return the fraction of the documents' sampled runs that are in ``train``, the runs
-    of the training text.
-    """
-    runs = list(chain.from_iterable(runs_of_words(d.text) for d in documents))
-    return sum(run in train for run in runs) / max(1, len(runs))
-
-
 def tokenizer_texts(documents: Iterable[Document]) -> list[str]:
     """Return training text without rare characters, which would take the place of words
     in a small vocabulary.
@@ -284,8 +276,7 @@ def _records(documents: Iterable[Document]) -> list[dict[str, str]]:
 
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:
     """Return the sizes of each split, as in corpus.json."""
-    train = set[int]().union(*(runs_of_words(d.text) for d in splits["train"]))
-    sizes: dict[str, dict[str, Any]] = {}
+    sizes = {}
     for name, documents in splits.items():
         bar = progress(f"tokenizing {name}", "document", items=documents)
         sizes[name] = {
@@ -294,9 +285,6 @@ def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str
             "tokens": sum(len(encode(d.text)) + 1 for d in bar),
             "by_source": dict(sorted(Counter(d.source for d in documents).items())),
         }
-        if name != "train":
-            seen = round(seen_in(train, documents), 4)
-            sizes[name]["runs_of_words_in_training"] = seen
     return sizes
 
 

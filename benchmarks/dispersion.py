@@ -17,7 +17,7 @@ and the gradient of "exact".
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any, Literal
@@ -32,12 +32,10 @@ from titan_disp.cpu import high_water_mark, resident_bytes
 from titan_disp.dispersion import DispersionLoss
 from titan_disp.dispersion.pairwise import tile_size
 
-ESTIMATORS = ("naive", "floor", "exact", "moments", "sampled")
-
 
 @dataclass
 class Options(Printed):
-    n: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    n: tuple[int, ...] = (1024, 2048, 4096, 8192)
     """Tokens per sequence."""
     f: int = 1024
     """Features."""
@@ -46,7 +44,7 @@ class Options(Printed):
     dtype: Literal["float32", "bfloat16"] = "float32"
     variant: str = "angular"
     """Variant of exact, moments and sampled. (naive and floor are always angular.)"""
-    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    estimators: tuple[str, ...] = ("naive", "floor", "exact", "moments", "sampled")
     device: str = DEVICE
     repeat: int = 3
 

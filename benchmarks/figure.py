@@ -172,14 +172,13 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
 
 
 def _mean_over_seeds(runs: Sequence[RunRecord]) -> dict[int, Measurement]:
-    """Return the measurements at the steps that all runs have, with the mean cosines
-    averaged over the runs. All other numbers are those of the first run, and are not drawn.
+    """Return the measurements of each step, with the mean cosines averaged over the runs.
+    All other numbers are those of the first run, and are not drawn.
     """
     means = {}
     for step, measurement in runs[0].condensation.items():
-        if all(step in run.condensation for run in runs):
-            cosines = [run.condensation[step].mean_cosine for run in runs]
-            means[step] = replace(measurement, mean_cosine=np.mean(cosines, axis=0))
+        cosines = [run.condensation[step].mean_cosine for run in runs]
+        means[step] = replace(measurement, mean_cosine=np.mean(cosines, axis=0))
     return means
 
 

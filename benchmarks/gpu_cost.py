@@ -30,7 +30,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import product
 from typing import Any
@@ -67,14 +67,20 @@ ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stri
 OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read the tensors that they write
 
 
+PRECISIONS = {
+    "float32": (torch.float32, False),
+    "bfloat16": (torch.bfloat16, False),
+    "amp": (torch.float32, True),
+}
+
+
 @dataclass(frozen=True)
 class Shape:
-    """The outputs of one block, [batch, length, features]."""
+    """The outputs of one block."""
 
-    batch: int
-    length: int
-    features: int
-    precision: str  # float32, bfloat16, or amp: float32 under bf16 AMP
+    size: list[int]  # batch, length, features
+    dtype: torch.dtype
+    amp: bool  # whether the loss runs under autocast to bf16
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
@@ -85,37 +91,27 @@ class Shape:
         matched = re.fullmatch(r"(\d+)x(\d+)x(\d+):(float32|bfloat16|amp)", text)
         if matched is None:
             raise ValueError(f"--shapes has {text!r}, expected such as 8x2048x1024:amp")
-        *sizes, precision = matched.groups()
-        return cls(*map(int, sizes), precision)
-
-    @property
-    def amp(self) -> bool:
-        return self.precision == "amp"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        *size, precision = matched.groups()
+        return cls([*map(int, size)], *PRECISIONS[precision])
 
     def tokens(self, device: str, layers: int) -> list[Tensor]:
         """Return random tokens of this shape, one tensor per layer."""
-        size = (self.batch, self.length, self.features)
         return [
-            torch.randn(size, dtype=self.dtype, device=device) for _ in range(layers)
+            torch.randn(self.size, dtype=self.dtype, device=device)
+            for _ in range(layers)
         ]
 
 
 @dataclass
 class Options(Printed):
-    shapes: list[str] = field(
-        default_factory=lambda: [
-            "8x2048x1024:amp",
-            "8x4096x1024:bfloat16",
-            "1x8192x1024:bfloat16",
-        ]
+    shapes: tuple[str, ...] = (
+        "8x2048x1024:amp",
+        "8x4096x1024:bfloat16",
+        "1x8192x1024:bfloat16",
     )
     """Sequences x tokens per rank x features : float32, bfloat16, or amp (float32 under
     AMP)."""
-    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    estimators: tuple[str, ...] = ESTIMATORS
     layers: int = 28
     """Layers of the loss."""
     ranks: int = 1
@@ -200,24 +196,6 @@ def accesses(
     return Accesses(reads, [*writes, *new], new)
 
 
-@contextlib.contextmanager
-def fake_kernel(launch: Callable[..., None]) -> Iterator[None]:
-    """Use the Triton kernel of pairs for tokens in bf16 on any device, but call ``launch``
-    with the kernel's arguments instead of the kernel.
-    """
-
-    def takes(x: Tensor, pair: triton_pairs.PairFunction) -> bool:
-        return triton_pairs.CHOICE != "0" and x.dtype == torch.bfloat16
-
-    # A stand-in for the module that imports Triton. ``span_kernel[grid]`` is ``launch``.
-    module = mock.MagicMock(span_kernel=defaultdict(lambda: launch))
-    with (
-        mock.patch.dict(sys.modules, {triton_pairs.KERNELS: module}),
-        mock.patch.object(triton_pairs, "takes", takes),
-    ):
-        yield
-
-
 @dataclass(eq=False)
 class Count:
     """The work of a GPU, forward and backward. The docstring of the module explains the
@@ -240,35 +218,13 @@ class Count:
 
 
 class Counter(Count, TorchDispatchMode):
-    """Counts the operations on meta tensors in a with statement."""
+    """Counts the operations on meta tensors in a with statement; ``counting`` makes one."""
 
-    def __init__(self, amp: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         TorchDispatchMode.__init__(self)
-        self.amp = amp
         self._live = weakref.WeakSet[torch.UntypedStorage]()
         self._inside: Accesses | None = None  # of the fused function that is running
-        self._patches = contextlib.ExitStack()
-
-    def __enter__(self) -> "Counter":
-        # torch has no autocast for meta tensors.
-        autocast = mock.patch.multiple(
-            torch,
-            autocast=lambda *args, **kwargs: contextlib.nullcontext(),
-            is_autocast_enabled=lambda device: self.amp,
-            get_autocast_dtype=lambda device: torch.bfloat16,
-        )
-        self._patches.enter_context(autocast)
-        self._patches.enter_context(
-            mock.patch.object(kernels, "run_fused", self._run_fused)
-        )
-        self._patches.enter_context(fake_kernel(self._add_span))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patches.close()
 
     def live_bytes(self) -> int:
         """Return the bytes of counted tensors that still exist."""
@@ -311,9 +267,7 @@ class Counter(Count, TorchDispatchMode):
                 self.other_bytes += accessed.bytes
         return result
 
-    def _run_fused(
-        self, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def run_fused(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a fused function without compiling it, and count it as one kernel that
         reads and writes each argument at most once.
         """
@@ -336,7 +290,7 @@ class Counter(Count, TorchDispatchMode):
         self._add_new(new)
         return result
 
-    def _add_span(
+    def add_span(
         self,
         q: Tensor,
         sums: Tensor,
@@ -372,6 +326,34 @@ class Counter(Count, TorchDispatchMode):
         largest = max(bytes_of([x]) for x in tensors)
         times = 2 if "reduce" in name else 1  # an all-reduce includes an all-gather
         self.sent_bytes += times * (ranks - 1) / ranks * largest
+
+
+@contextlib.contextmanager
+def counting(amp: bool) -> Iterator[Counter]:
+    """Yield a counter of the block's operations on meta tensors. In the block, the loss takes
+    the path of a GPU, under autocast to bf16 with ``amp``.
+    """
+    counter = Counter()
+
+    def takes(x: Tensor, pair: triton_pairs.PairFunction) -> bool:
+        return triton_pairs.CHOICE != "0" and x.dtype == torch.bfloat16
+
+    # Stands in for the module that imports Triton: ``span_kernel[grid]`` counts.
+    module = mock.MagicMock(span_kernel=defaultdict(lambda: counter.add_span))
+    with (
+        mock.patch.dict(sys.modules, {triton_pairs.KERNELS: module}),
+        mock.patch.object(triton_pairs, "takes", takes),
+        mock.patch.object(kernels, "run_fused", counter.run_fused),
+        # torch has no autocast for meta tensors.
+        mock.patch.multiple(
+            torch,
+            autocast=lambda *args, **kwargs: contextlib.nullcontext(),
+            is_autocast_enabled=lambda device: amp,
+            get_autocast_dtype=lambda device: torch.bfloat16,
+        ),
+        counter,
+    ):
+        yield counter
 
 
 def added(
@@ -431,7 +413,7 @@ def _counted(
     """Return the counter of a step of all layers."""
     outputs = as_outputs(shape.tokens("meta", layers))
     gradients = shape.tokens("meta", layers)  # from the next blocks
-    with Counter(shape.amp) as counter:
+    with counting(shape.amp) as counter:
         value = added(loss, way, outputs, group)
         counter.saved_bytes = counter.live_bytes()
         torch.autograd.backward([value, *outputs], [None, *gradients])

@@ -17,10 +17,10 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import tyro
@@ -28,15 +28,14 @@ import tyro
 from measuring import DEVICE, Printed, in_a_fresh_process, show, timed
 
 ROOT = Path(__file__).parent.parent
-ESTIMATORS = ("off", "exact", "moments", "sampled")
 ON_GPU = DEVICE == "cuda"
 DEFAULTS: dict[str, Any] = {
     "config": "demo_cpu.toml",
     "flavor": "nano",
-    "seq_len": [256, 1024],
+    "seq_len": (256, 1024),
 }
 if ON_GPU:
-    DEFAULTS = {"config": "debug.toml", "flavor": "0.6B", "seq_len": [2048, 4096]}
+    DEFAULTS = {"config": "debug.toml", "flavor": "0.6B", "seq_len": (2048, 4096)}
 
 
 @dataclass
@@ -44,16 +43,14 @@ class Options(Printed):
     config: str = str(ROOT / "train_configs" / DEFAULTS["config"])
     """The config, a TOML file."""
     flavor: str = DEFAULTS["flavor"]
-    seq_len: list[int] = field(default_factory=lambda: DEFAULTS["seq_len"])
-    estimators: list[str] = field(default_factory=lambda: list(ESTIMATORS))
+    seq_len: tuple[int, ...] = DEFAULTS["seq_len"]
+    estimators: tuple[str, ...] = ("off", "exact", "moments", "sampled")
     steps: int = 10
     """Measured steps of each process."""
     warmup: int = 2
     """Steps before the measured ones, which compile and fill caches."""
     rounds: int = 2
-    overrides: Annotated[list[str], tyro.conf.UseAppendAction] = field(
-        default_factory=list
-    )
+    overrides: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Options of the config, each as --overrides=--section.key=value."""
 
 

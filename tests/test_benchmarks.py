@@ -112,7 +112,7 @@ def test_bytes_of_ops(gpu_cost, op, expected):
     """By hand, for x [4, 8] in float32, 128 bytes, and the numbers of two rows."""
     x = torch.empty(4, 8, device="meta")
     rows = torch.empty(2, dtype=torch.int64, device="meta")
-    with gpu_cost.Counter(amp=False) as counter:
+    with gpu_cost.counting(amp=False) as counter:
         op(x, rows)
     assert (counter.other_bytes, counter.kernels) == (expected, 1)
 
@@ -125,7 +125,7 @@ def in_place(x, added, unused):
 
 def test_count_of_a_product(gpu_cost):
     x = torch.empty(3, 4, 8, device="meta", requires_grad=True)
-    with gpu_cost.Counter(amp=False) as counter:
+    with gpu_cost.counting(amp=False) as counter:
         y = torch.bmm(x.detach(), x.detach().transpose(1, 2))
         live_bytes = counter.live_bytes()
         del y
@@ -145,7 +145,7 @@ def test_count_of_the_kernel_of_pairs(gpu_cost, mirrored, pairs):
     """
     x = torch.empty(2, 320, 64, dtype=torch.bfloat16, device="meta")
     pair = angular_pair(1.0, 0.25)
-    with gpu_cost.Counter(amp=False) as counter:
+    with gpu_cost.counting(amp=False) as counter:
         scale = x.new_empty(2, 320, 1, dtype=torch.float32)
         tokens = triton_pairs.Tokens(x=x, scale=scale, marks=None)
         assert triton_pairs.takes(x, pair)
