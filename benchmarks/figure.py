@@ -12,7 +12,7 @@ results on the page with the JSON.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -32,7 +32,6 @@ from titan_disp.lab.inspection.targets import LoadedModel, find_targets
 from titan_disp.lab.inspection.texts import cut_sequences, read_texts
 from titan_disp.lab.plots import MEAN_COSINE, draw_layer_map
 from titan_disp.lab.report.charts import (
-    Scale,
     as_it_is,
     by_condition,
     draw_lines,
@@ -140,28 +139,19 @@ def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:
     above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
     maps = above.subplots(1, len(runs), sharey=True)
     for axes, (state, of_state) in zip(maps, runs.items(), strict=True):
-        title = f"dispersion {state}"
-        if len(of_state) > 1:
-            title += f", mean of {len(of_state)} seeds"
-        mesh = draw_layer_map(
-            axes, _mean_over_seeds(of_state), title, max(run.step for run in of_state)
-        )
+        title = f"dispersion {state}, mean of {len(of_state)} seeds"
+        means = _mean_over_seeds(of_state)
+        mesh = draw_layer_map(axes, means, title, of_state[0].step)
         axes.label_outer()
     above.colorbar(mesh, ax=maps, label=MEAN_COSINE)
-    panels: dict[str, tuple[Callable[[Measurement], float], Scale]] = {
-        "mean cosine of all blocks": (blocks_mean, from_zero),
-        "cross-entropy (held-out text)": (attrgetter("cross_entropy"), as_it_is),
-    }
+    panels = (
+        ("mean cosine of all blocks", blocks_mean, from_zero),
+        ("cross-entropy (held-out text)", attrgetter("cross_entropy"), as_it_is),
+    )
     charts = below.subplots(1, len(panels))
-    for axes, (label, (read, scale)) in zip(charts, panels.items(), strict=True):
-        draw_lines(
-            axes,
-            by_condition(
-                conditions(all_runs), lines_of(all_runs, "step", measured(read))
-            ),
-            label,
-            scale,
-        )
+    for axes, (label, read, scale) in zip(charts, panels, strict=True):
+        lines = lines_of(all_runs, "step", measured(read))
+        draw_lines(axes, by_condition(conditions(all_runs), lines), label, scale)
         axes.set_xlabel("step")
     below.legend(
         *charts[0].get_legend_handles_labels(),

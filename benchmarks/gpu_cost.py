@@ -64,6 +64,7 @@ PREDICTED_GPUS = ("H100", "H200")
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "baddbmm_"}
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+INDEXED = {"index": "indices", "index_select": "index"}  # read the rows they return
 OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read the tensors that they write
 
 
@@ -186,10 +187,8 @@ def accesses(
     new = without(on_device(result), reads + writes)
     if name.startswith("new_") or name.endswith("_like"):
         reads = []
-    elif name == "index":  # reads only the rows that it returns
-        reads = [*new, *on_device(values["indices"])]
-    elif name == "index_select":
-        reads = [*new, *on_device(values["index"])]
+    elif name in INDEXED:
+        reads = [*new, *on_device(values[INDEXED[name]])]
     elif name == "index_put_":  # writes only the rows of ``values``
         writes = on_device(values["values"])
         reads = [*writes, *on_device(values["indices"])]

@@ -11,7 +11,6 @@ evaluate other tasks, move the folder evaluation away.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from tyro.conf import Positional
 from benchmarks.evidence_runs import paired
 from benchmarks.preregistered import PREDICTIONS
 from titan_disp.errors import ConfigError
+from titan_disp.files import atomic_folder
 from titan_disp.lab.statistics import differences_over_seeds, with_holm
 from titan_disp.lab.sweeps import runner
 from titan_disp.lab.sweeps.definition import Point, points, read_sweep
@@ -88,8 +88,8 @@ def evaluate_all(
 
 
 def evaluate(out: Path, options: Sequence[str], run: Point, device: str) -> None:
-    """Evaluate all checkpoints of a run on a device, and create ``out/RUN`` with their scores after the
-    last one.
+    """Evaluate all checkpoints of a run on a device, and create ``out/RUN`` with their scores
+    after the last one.
 
     Raises ConfigError if the number of checkpoints is not ``CHECKPOINTS``, and
     CalledProcessError if the evaluation fails.
@@ -100,23 +100,13 @@ def evaluate(out: Path, options: Sequence[str], run: Point, device: str) -> None
             f"{run.folder} has checkpoints of the steps {steps}, expected "
             f"{CHECKPOINTS} checkpoints"
         )
-    unfinished = out / f".{run.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    models = [f"{run.folder}/{step}" for step in steps]
-    words = [
-        "evaluate",
-        *models,
-        *options,
-        "--device",
-        device,
-        "--out",
-        str(unfinished),
-    ]
-    print(f"{run.name}: evaluating the steps {steps}; log: {out / run.name}.log")
-    with open(out / f"{run.name}.log", "w") as log:
-        command = [sys.executable, "-m", "titan_disp", *words]
+    log_file = out / f"{run.name}.log"
+    print(f"{run.name}: evaluating the steps {steps}; log: {log_file}")
+    command = [sys.executable, "-m", "titan_disp", "evaluate"]
+    command += [f"{run.folder}/{step}" for step in steps]
+    with open(log_file, "w") as log, atomic_folder(out / run.name) as partial:
+        command += [*options, "--device", device, "--out", str(partial)]
         subprocess.run(command, check=True, stdout=log, stderr=log)
-    unfinished.rename(out / run.name)
 
 
 def read_scores(runs: Sequence[Point], out: Path) -> DataFrame:
