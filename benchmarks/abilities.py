@@ -27,7 +27,6 @@ from titan_disp.lab.sweeps.preparation import state
 from titan_disp.text import csv_text
 
 BATCH = 32  # sequences
-CPU = torch.device("cpu")
 HALF = 128  # tokens; the models are trained on sequences of 256
 SEED = 0  # determines the order of the documents
 
@@ -57,12 +56,13 @@ def main(
             [str(run.folder)], all_steps=False, tokenizer=None
         ).values()
         halves = read_halves(texts, target.encode, documents)
-        outcomes = abilities(target.load(CPU, "float32"), halves)
+        outcomes = abilities(target.load(torch.device("cpu"), "float32"), halves)
         print(run.name, *(f"{name} {value:.4f}" for name, value in outcomes.items()))
         seeds = tuple(sorted(run.seeds.items()))
-        for metric, value in outcomes.items():
-            member = Member(run.name, seeds, value)
-            rows.append(value_row(member, run.condition, metric))
+        rows += [
+            value_row(Member(run.name, seeds, value), run.condition, metric)
+            for metric, value in outcomes.items()
+        ]
     out.write_text(csv_text([VALUE_COLUMNS, *rows]))
 
 

@@ -119,21 +119,20 @@ def download(package: str, folder: Path) -> Path:
     """Return the .deb file of NAME=VERSION, from the folder or from apt-get."""
     name, _, version = package.partition("=")
     pattern = f"{name}_{version.replace(':', '%3a')}_*.deb"
+    message = ""
+    if not list(folder.glob(pattern)):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["apt-get", "download", package]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        message = done.stderr.strip()[-500:]
     if debs := sorted(folder.glob(pattern)):
         return debs[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["apt-get", "download", package], cwd=folder, capture_output=True, text=True
+    raise SystemExit(
+        f"{package} cannot be downloaded: {message}\n"
+        "Run apt-get update first, as the list of versions may be old. If the version "
+        f"is gone, put the file {pattern} into {folder}: numbers that were measured "
+        "with another version are not comparable"
     )
-    debs = sorted(folder.glob(pattern))
-    if done.returncode or not debs:
-        raise SystemExit(
-            f"{package} cannot be downloaded: {done.stderr.strip()[-500:]}\n"
-            "Run apt-get update first, as the list of versions may be old. If the version "
-            f"is gone, put the file {pattern} into {folder}: numbers that were measured "
-            "with another version are not comparable"
-        )
-    return debs[0]
 
 
 def package_files(deb: Path) -> Iterator[tuple[str, bytes]]:
@@ -187,9 +186,11 @@ def is_prose(text: str) -> bool:
     if len(text) < MIN_CHARACTERS:
         return False
     solid = re.sub(r"\s+", "", text)
-    ascii_part = sum(map(len, re.findall(r"[\x00-\x7f]+", solid))) / len(solid)
-    letters = sum(map(len, re.findall(r"[^\W\d_]+", solid))) / len(solid)
-    return ascii_part >= LEAST_ASCII and letters >= LEAST_LETTERS
+    ascii_characters = re.sub(r"[^\x00-\x7f]+", "", solid)
+    letters = re.sub(r"[\W\d_]+", "", solid)
+    return len(ascii_characters) >= LEAST_ASCII * len(solid) and len(
+        letters
+    ) >= LEAST_LETTERS * len(solid)
 
 
 def runs_of_words(text: str) -> set[int]:

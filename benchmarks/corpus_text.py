@@ -93,20 +93,17 @@ def from_html(source: str) -> str:
 
 _MAN_FONTS = _names("B I R BR RB BI IB RI IR SM SB")
 _MAN_BREAKS = _names("PP P LP TP TQ IP HP sp br Vb Ve nf fi RS RE EX EE")
-# Names of two letters, each followed by its character
-_MAN_NAMED = _names("aq' lq\" rq\" dq\" oq' cq' em-- en- hy- bu* mi- ti~ ha^")
-_MAN_ESCAPES = {
-    **{f"\\{character}": character for character in "-\\ '`"},
-    **{f"\\({word[:2]}": word[2:] for word in _MAN_NAMED},
-    **{
-        r"\e": "\\",
-        r"\~": " ",
-        r"\*(Aq": "'",
-        r"\*(L" + '"': '"',
-        r"\*(R" + '"': '"',
-        r"\*(--": "--",
-    },
-}
+# Escape sequences and their text
+_MAN_ESCAPES = dict(
+    pair.split(":")
+    for pair in _names(
+        r"""
+        \-:- \\:\ \':' \`:` \e:\ \(aq:' \(lq:" \(rq:" \(dq:" \(oq:' \(cq:'
+        \(em:-- \(en:- \(hy:- \(bu:* \(mi:- \(ti:~ \(ha:^ \*(Aq:' \*(L":" \*(R":" \*(--:--
+        """
+    )
+)
+_MAN_ESCAPES |= dict.fromkeys(("\\ ", r"\~"), " ")
 _MAN_ESCAPE = re.compile(
     r"""\\(?:f(?:\(..|\[[^]]*]|.)|s[-+]?\d|\*?\(..|\*?\[[^]]*]|\*.|.)"""
 )

@@ -43,6 +43,8 @@ from titan_disp.lab.sample import (
     write_split,
 )
 
+MANY = 1024  # files of the cases with many slots: hard links to the other files
+
 
 @dataclass
 class Options(Printed):
@@ -57,8 +59,6 @@ class Options(Printed):
     """
     rounds: int = 3
     """Number of rounds, in which the loaders take turns. The median counts."""
-    many_files: int = 1024
-    """Number of files in the rows with many slots: hard links to the other files."""
 
 
 def write_corpus(folder: Path, options: Options) -> None:
@@ -260,7 +260,7 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder, options)
-        link_many(folder, options.many_files)
+        link_many(folder, MANY)
         write_large(folder)
         write_sample(folder / "sample")
         tokenizers = {

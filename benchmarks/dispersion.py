@@ -60,15 +60,14 @@ def tokens(options: Options, n: int) -> Tensor:
     return z.to(options.device, getattr(torch, options.dtype))
 
 
-def naive(z: Tensor) -> Tensor:
-    """Return the angular loss [B] with plain autograd code."""
+def naive(zs: list[Tensor]) -> Tensor:
+    """Return the angular loss [B] of one layer with plain autograd code."""
+    (z,) = zs
     n = z.shape[1]
-    u = z / (torch.linalg.vector_norm(z, dim=-1, keepdim=True) + 1e-2)
-    d = torch.acos((u @ u.transpose(1, 2)).clamp(-0.75, 0.75)) / math.pi
-    mask = torch.eye(n, dtype=torch.bool, device=z.device)
-    return torch.logsumexp(
-        (-d).masked_fill(mask, -math.inf).flatten(1), dim=1
-    ) - math.log(n * (n - 1))
+    u = z / (z.norm(dim=-1, keepdim=True) + 1e-2)
+    d = torch.acos((u @ u.mT).clamp(-0.75, 0.75)) / math.pi
+    d = d.masked_fill(torch.eye(n, dtype=torch.bool, device=z.device), math.inf)
+    return (-d).logsumexp((1, 2)) - math.log(n * (n - 1))
 
 
 def floor(z: Tensor) -> None:
@@ -85,18 +84,17 @@ def floor(z: Tensor) -> None:
             gradient_of_columns.baddbmm_(c.mT, rows)
 
 
-def call(estimator: str, options: Options) -> Callable[[Tensor], Tensor | None]:
+def call(estimator: str, options: Options) -> Callable[[Tensor], Any]:
     """Return a function of z that returns ∂(sum of losses)/∂z, or None for floor."""
     if estimator == "floor":
         return floor
-    loss: Callable[[Any], Tensor] = naive
+    loss: Callable[[list[Tensor]], Tensor] = naive
     if estimator != "naive":
         loss = DispersionLoss(options.variant, estimator)
 
     def forward_and_backward(z: Tensor) -> Tensor:
         z = z.detach().requires_grad_()
-        layers = z if loss is naive else [z]
-        (grad,) = torch.autograd.grad(loss(layers).sum(), z)
+        (grad,) = torch.autograd.grad(loss([z]).sum(), z)
         return grad
 
     return forward_and_backward
@@ -116,17 +114,11 @@ def least_seconds(options: Options, n: int) -> dict[str, float]:
 def gradient_cosines(options: Options, n: int) -> dict[str, float]:
     """Return the cosine of each estimator's gradient with the exact gradient."""
     z = tokens(options, n)
-
-    def gradient(name: str) -> Tensor:
-        grad = call(name, options)(z)
-        assert grad is not None
-        return grad.double().flatten()
-
-    exact = gradient("exact")
+    names = {"exact", *options.estimators} - {"floor"}
+    gradients = {name: call(name, options)(z).double().flatten() for name in names}
     return {
-        name: cosine_similarity(gradient(name), exact, dim=0).item()
-        for name in options.estimators
-        if name != "floor"
+        name: cosine_similarity(gradient, gradients["exact"], dim=0).item()
+        for name, gradient in gradients.items()
     }
 
 

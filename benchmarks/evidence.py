@@ -14,7 +14,6 @@ or paragraph has a number that is in no phrase and not in the file's settings.
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from benchmarks.evidence_runs import (
     RATES,
     ROOT,
     TUNED,
-    WARMUPS,
     changes_by_loss,
     comparisons,
     difference_of,
@@ -77,15 +75,6 @@ def power(effect: float, deviation: float, level: float, seeds: int = 8) -> floa
     draws = np.random.default_rng(0).normal(effect, deviation, (20_000, seeds))
     excluded = stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
     return 100 * float((excluded & (sign_flip(draws) < level)).mean())
-
-
-def tuning_orders(runs: DataFrame, rates: Sequence[float]) -> DataFrame:
-    """Return ρ of off's runs at these rates in the first experiment's tuning, by seed and
-    condition.
-    """
-    conditions = product(rates, WARMUPS)
-    names = [f"off_lr-{rate:g}_warmup-{warm:g}" for rate, warm in conditions]
-    return runs["tuning"][[(name, "development Spearman's ρ") for name in names]]
 
 
 def tuned_mean(runs: DataFrame, state: str, number: str) -> float:
@@ -155,6 +144,7 @@ def of_post_hoc(runs: DataFrame) -> dict[str, Any]:
     curves = tuning_curves(runs)
     at_low_rates = curves[:, : len(LOW_RATES)]
     per_doubling = slopes(np.log2(RATES), curves)
+    orders = runs["tuning"].xs("development Spearman's ρ", axis=1, level=1)
     changes = changes_by_loss(runs)
     return {
         "low_rate": LOW_RATES[-1],
@@ -164,8 +154,8 @@ def of_post_hoc(runs: DataFrame) -> dict[str, Any]:
         "curves": len(curves),
         "least_slope": per_doubling.min(),
         "largest_slope": per_doubling.max(),
-        "least_order": tuning_orders(runs, RATES[:1]).min(axis=None),
-        "largest_order": tuning_orders(runs, RATES[3:]).max(axis=None),
+        "least_order": orders.filter(like="off_lr-0.001_").min(axis=None),
+        "largest_order": orders.filter(regex="off_lr-0.0(08|16)_").max(axis=None),
         "losses": len(changes),
         "rank": stats.spearmanr(changes),  # of the two columns
         "seeds_of_losses": runs["losses", "koleo-192", LOSS].count(),

@@ -77,12 +77,9 @@ def rates(axes: Axes, runs: DataFrame) -> None:
     """Draw on − off over the learning rate: the curves of the first experiment's tuning,
     and experiment A's means with their intervals.
     """
-    names = [
-        f"tuning (development text): warm-up {warmup:.0%}, seed {101 + index}"
-        for warmup, index in CURVES
-    ]
-    curves = zip(tuning_curves(runs), names, OKABE_ITO, strict=False)
-    for curve, name, color in curves:
+    curves = zip(CURVES, tuning_curves(runs), OKABE_ITO, strict=False)
+    for (warmup, seed), curve, color in curves:
+        name = f"tuning (development text): warm-up {warmup:.0%}, seed {101 + seed}"
         axes.plot(RATES, curve, "o-", color=color, alpha=0.6, label=name)
     by_rate = on_minus_off(read_values([str(PREREGISTERED)]))
     low, high = interval(by_rate.T)

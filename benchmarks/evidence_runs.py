@@ -79,13 +79,15 @@ def tabulated(rows: Iterable[Row]) -> DataFrame:
     finished = []
     for row in rows:
         if row["part"] == "restored":
-            finished.append(("restored", row["of"][1], row["of"][2], row))
+            _, condition, seed = row["of"]
+            finished.append({**row, "condition": condition, "seed": seed})
         elif row.get("status") == "finished":
-            finished.append((row["part"], row["condition"], row["seed"], row))
+            finished.append(row)
     columns: dict[tuple[str, str, str], dict[int, float | None]] = {}
-    for part, condition, seed, row in sorted(finished, key=itemgetter(0, 1, 2)):
+    for row in sorted(finished, key=itemgetter("part", "condition", "seed")):
         for name, number in numbers(row).items():
-            columns.setdefault((part, condition, name), {})[seed] = number
+            column = (row["part"], row["condition"], name)
+            columns.setdefault(column, {})[row["seed"]] = number
     return DataFrame(columns, dtype=float)
 
 

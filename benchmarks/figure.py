@@ -11,7 +11,6 @@ results on the page with the JSON.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -84,7 +83,7 @@ def main(
     docs.mkdir(parents=True, exist_ok=True)
     draw(runs, docs / "condensation.png")
     with atomic_write(docs / "condensation.json") as partial:
-        partial.write_text(to_text(content))
+        partial.write_text(json.dumps(content) + "\n")
 
 
 def over_time(run: RunRecord) -> dict[str, Any]:
@@ -119,15 +118,6 @@ def mean_loss(model: LoadedModel, sequences: torch.Tensor) -> float:
         logits = linear(h, model.head.weight, model.head.bias)
         losses.append(cross_entropy(logits.mT, ids[:, 1:], reduction="none"))
     return float(torch.cat(losses).double().mean())
-
-
-def to_text(content: Mapping[str, Any]) -> str:
-    """Return JSON with at most five decimals, and with each innermost list on one line."""
-    rounded = json.loads(
-        json.dumps(content), parse_float=lambda number: round(float(number), 5)
-    )
-    text = json.dumps(rounded, indent=1, ensure_ascii=False)
-    return re.sub(r"\[[^\[\]{}]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
 
 
 def draw(runs: Mapping[str, Sequence[RunRecord]], path: Path) -> None:

@@ -31,7 +31,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -394,29 +393,16 @@ def count(
     layers: int,
     group: dist.ProcessGroup | None = None,
 ) -> Count:
-    """Return the mean work per layer."""
+    """Return the mean work per layer of a step of all layers."""
     loss = DispersionLoss(estimator=estimator)
-    of_step = partial(_counted, shape, loss, way, group=group)
-    of_step(layers=1)  # some work is done in the first call only
-    counter = of_step(layers=layers)
+    for number in (1, layers):  # some work is done in the first call only
+        outputs = as_outputs(shape.tokens("meta", number))
+        gradients = shape.tokens("meta", number)  # from the next blocks
+        with counting(shape.amp) as counter:
+            value = added(loss, way, outputs, group)
+            counter.saved_bytes = counter.live_bytes()
+            torch.autograd.backward([value, *outputs], [None, *gradients])
     return Count(*(getattr(counter, n.name) / layers for n in fields(Count)))
-
-
-def _counted(
-    shape: Shape,
-    loss: DispersionLoss,
-    way: str,
-    layers: int,
-    group: dist.ProcessGroup | None,
-) -> Counter:
-    """Return the counter of a step of all layers."""
-    outputs = as_outputs(shape.tokens("meta", layers))
-    gradients = shape.tokens("meta", layers)  # from the next blocks
-    with counting(shape.amp) as counter:
-        value = added(loss, way, outputs, group)
-        counter.saved_bytes = counter.live_bytes()
-        torch.autograd.backward([value, *outputs], [None, *gradients])
-    return counter
 
 
 def measured_ms(shape: Shape, estimator: str, way: str, layers: int) -> float:

@@ -55,11 +55,13 @@ def show(as_json: bool, **results: Any) -> None:
         print(json.dumps(dict(zip(frames, map(json.loads, records), strict=True))))
         return
     for name, frame in frames.items():
-        for column in frame.filter(like="_bytes"):
-            frame[column.replace("_bytes", "_MiB")] = frame.pop(column) / 2**20
-        frame.columns = [column.replace("_", " ") for column in frame.columns]
+        bytes_columns = frame.filter(like="_bytes").columns
+        frame[bytes_columns] = frame[bytes_columns] / 2**20
+        frame.columns = frame.columns.str.replace("_bytes", " MiB").str.replace(
+            "_", " "
+        )
         table = frame.to_string(index=False, na_rep="", float_format=_digits)
-        print(f"{name.replace('_', ' ')}:\n{table}\n")
+        print(f"{name}:\n{table}\n")
 
 
 def _digits(x: float) -> str:

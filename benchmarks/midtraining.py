@@ -165,20 +165,23 @@ def task_table(last: DataFrame, baseline: str, other: str) -> list[list[str]]:
     A difference is the mean of other − baseline over pairs of runs with the same seeds.
     Holm's p is p adjusted for the number of tasks.
     """
-    tasks = last.columns.unique("task")
-    by_task = [last.xs(task, axis=1, level="task") for task in tasks]
+    means = last.mean()
+    by_task = {
+        task: last.xs(task, axis=1, level="task").to_dict()
+        for task in last.columns.unique("task")
+    }
     *of_tasks, of_mean = (
-        differences_over_seeds(scores.to_dict(), baseline)[other] for scores in by_task
+        differences_over_seeds(scores, baseline)[other] for scores in by_task.values()
     )
     differences = [*with_holm(of_tasks), of_mean]
     rows = [["task", baseline, other, "difference", "95 % interval", "p", "Holm's p"]]
-    for task, scores, difference in zip(tasks, by_task, differences, strict=True):
-        means = scores[[baseline, other]].mean()
+    for task, difference in zip(by_task, differences, strict=True):
         p_values = [difference.p_value, difference.holm]
         rows.append(
             [
                 task,
-                *(f"{mean:.4f}" for mean in means),
+                f"{means[baseline, task]:.4f}",
+                f"{means[other, task]:.4f}",
                 str(difference),
                 difference.interval,
                 *("" if p is None else f"{p:.3f}" for p in p_values),

@@ -13,8 +13,7 @@ interval of its outcome and a verdict. Then it prints the difference between the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas
@@ -78,15 +77,17 @@ SAME = Prediction(
     holds=lambda low, high: (low > -0.01) & (high < 0.01),
     falsified=lambda low, high: (low > 0.01) | (high < -0.01),
 )
+RISES = Prediction(8, 0.95, lambda low, _: low > 0, lambda low, _: low <= 0)
+GAINS = Prediction(8, 0.95, lambda low, _: low > 0, lambda _, high: high < 0.0066)
 PREDICTIONS = {
-    "A1": Prediction(8, 0.95, lambda low, _: low > 0, lambda low, _: low <= 0),
+    "A1": RISES,
     "A2": Prediction(8, 0.95, lambda _, high: high < 0, lambda low, _: low > 0),
-    "A3": Prediction(24, 0.9, SAME.holds, SAME.falsified),
+    "A3": replace(SAME, seeds=24),
     "B1": Prediction(16, 0.95, lambda _, high: high < 0, lambda low, _: low > -0.02),
     "B1, no difference of 0.01 or more": SAME,
-    "B2": Prediction(8, 0.95, lambda low, _: low > 0, lambda low, _: low <= 0),
-    "C1": Prediction(8, 0.95, lambda low, _: low > 0, lambda _, high: high < 0.0066),
-    "C2": Prediction(8, 0.95, lambda low, _: low > 0, lambda _, high: high < 0.0066),
+    "B2": RISES,
+    "C1": GAINS,
+    "C2": GAINS,
 }
 
 
@@ -126,27 +127,22 @@ def outcomes(values: DataFrame) -> dict[str, np.ndarray]:
     """Return the outcome [seeds] of each prediction of A and B, for the seeds of which all
     runs have finished.
     """
-    loss = partial(difference, values, "validation")
+
+    def loss(condition: str, baseline: str) -> np.ndarray:
+        return difference(values, "validation", condition, baseline).to_numpy()
+
     doublings = np.log2([float(rate) for rate in RATES])
     columns = MultiIndex.from_product((("mean_cosine", "validation"), DOSES))
     doses = values.reindex(columns=columns).dropna()
-    on = loss("on", "off").to_numpy()
+    on = loss("on", "off")
     return {
         "A1": slopes(doublings, on_minus_off(values).dropna().to_numpy()),
-        "A2": loss("on_lr-0.001", "off_lr-0.001").to_numpy(),
-        "A3": loss("off_lr-0.0015", "on_lr-0.001").to_numpy(),
+        "A2": loss("on_lr-0.001", "off_lr-0.001"),
+        "A3": loss("off_lr-0.0015", "on_lr-0.001"),
         "B1": on,
         "B1, no difference of 0.01 or more": on,
-        "B2": slopes(
-            *(doses[name].to_numpy() for name in ("mean_cosine", "validation"))
-        ),
+        "B2": slopes(doses["mean_cosine"].to_numpy(), doses["validation"].to_numpy()),
     }
-
-
-def secondary(values: DataFrame) -> dict[str, Series]:
-    """Return on − off by seed, in each metric but the validation loss."""
-    metrics = values.columns.unique("metric").drop("validation", errors="ignore")
-    return {metric: difference(values, metric, "on", "off") for metric in metrics}
 
 
 def main(files: Positional[tuple[str, ...]]) -> None:
@@ -155,9 +151,11 @@ def main(files: Positional[tuple[str, ...]]) -> None:
     for name, outcome in outcomes(values).items():
         if len(outcome) > 1:
             print(f"{name}: {PREDICTIONS[name].verdict(outcome)}")
-    for metric, outcome in secondary(values).items():
-        if len(outcome) > 1:
-            print(f"{metric}: {described(outcome, 0.95)}")
+    metrics = values.columns.unique("metric")
+    for metric in metrics.drop("validation", errors="ignore"):
+        on_off = difference(values, metric, "on", "off")
+        if len(on_off) > 1:
+            print(f"{metric}: {described(on_off, 0.95)}")
 
 
 if __name__ == "__main__":

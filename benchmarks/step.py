@@ -85,13 +85,6 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
 
     ``argv`` are the options of the config.
     """
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
     from torchtitan.train import Trainer
 
     import titan_disp.plugin  # noqa: F401 — device type
@@ -101,7 +94,9 @@ def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
     from titan_disp.cluster.preflight import synthetic_inputs
     from titan_disp.config.batch import tokens_per_step
     from titan_disp.config.load import load_config
+    from titan_disp.lab.selftest import ONE_RANK
 
+    os.environ |= ONE_RANK
     job_config = load_config(argv)
     resolve_replicas(job_config, 1)  # TorchTitan's trainer does not accept -1
     with synthetic_inputs(job_config):

@@ -3,6 +3,7 @@ it states, and the sweeps that it describes.
 """
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from benchmarks.preregistered import (
     DOSES,
     PREDICTIONS,
     SAME,
-    Prediction,
     outcomes,
     read_values,
 )
@@ -110,7 +110,7 @@ def test_verdicts(name, mean, words):
 
 def test_the_power_that_the_page_states():
     """Each cell of its table is simulated again with the rule's own code."""
-    eight = Prediction(8, SAME.level, SAME.holds, SAME.falsified)
+    eight = replace(SAME, seeds=8)
     tests = {
         "A1, 8 seeds | +0.016 per doubling": (PREDICTIONS["A1"], 0.016),
         "A2, 8 seeds | -0.03": (PREDICTIONS["A2"], -0.03),

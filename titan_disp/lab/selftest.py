@@ -59,6 +59,14 @@ TOLERANCES = {
 }
 # Largest relative errors of *moments* for κ = 0.25. The fit's errors are at most 0.4 %.
 OF_MOMENTS = {"loss": 1e-3, "gradient": 1e-2}
+# The environment of a process that trains alone
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 TRAINING = """--model.name=qwen3_disp --model.flavor=nano --training.dataset=c4 --training.seq_len=256
     --training.local_batch_size=2 --training.steps=3 --lr_scheduler.warmup_steps=1 --dispersion.enabled
     --checkpoint.enable --checkpoint.interval=1 --metrics.log_freq=1 --condensation.interval=0 --debug.seed=0
@@ -236,13 +244,7 @@ def resume(device: torch.device) -> Iterator[Check]:
         for name, value in os.environ.items()
         if not name.startswith("TORCHELASTIC_")
     }
-    environment |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
+    environment |= ONE_RANK
     with tempfile.TemporaryDirectory(prefix="titan-disp-selftest-") as folder:
         write_sample(f"{folder}/sample")
         paths = (
