@@ -9,7 +9,6 @@ may have other arguments. benchmarks/torchtitan_port.toml has the successors of 
 """
 
 import ast
-import re
 import shutil
 import symtable
 import sys
@@ -48,19 +47,14 @@ def modules_of(folder: Path) -> dict[str, str]:
 
 
 def imported_by(package: Path) -> set[Imported]:
-    """Return the names of from-imports, and the used attributes of modules that are
-    imported with "as".
-    """
+    """Return what the from-imports of a package import from TorchTitan."""
     names = set()
     for file in package.rglob("*.py"):
-        source = file.read_text()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                names |= {Imported(node.module, alias.name) for alias in node.names}
-        aliases = re.findall(r"^ *import (torchtitan\S+) as (\w+)$", source, re.M)
-        for module, alias in aliases:
-            attributes = re.findall(rf"\b{alias}\.(\w+)", source)
-            names |= {Imported(module, attribute) for attribute in attributes}
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names |= {
+                    Imported(str(node.module), alias.name) for alias in node.names
+                }
     return {name for name in names if name.module.split(".")[0] == "torchtitan"}
 
 

@@ -379,7 +379,6 @@ def test_imports_from_torchtitan():
     """
     imports = imported_by(ROOT / "titan_disp")
     assert Imported("torchtitan.train", "Trainer") in imports
-    # as titan.register_train_spec
     assert Imported("torchtitan.protocols.train_spec", "register_train_spec") in imports
     installed = modules_of(
         Path(importlib.util.find_spec("torchtitan").origin).parent.parent

@@ -116,8 +116,8 @@ def install() -> None:
     """
     if not active():
         return
-    import torchtitan.tools.utils as titan_utils
     from torchtitan.models.attention import FlexAttentionWrapper
+    from torchtitan.tools import utils as titan_utils
 
     device = {
         "device_type": "cpu",

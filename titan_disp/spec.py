@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchtitan.protocols.train_spec as titan
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -18,6 +17,11 @@ from torchtitan.components.optimizer import OptimizersContainer, build_optimizer
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.job_config import LRScheduler
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import (
+    TrainSpec,
+    _extra_train_specs,
+    register_train_spec,
+)
 from torchtitan.tools.logging import logger
 
 from titan_disp import checks, schedules
@@ -149,7 +153,7 @@ class _Shared:
         return self.schedulers.schedulers[0].last_epoch
 
 
-def train_spec(entry: ModelEntry) -> titan.TrainSpec:
+def train_spec(entry: ModelEntry) -> TrainSpec:
     """Return the TrainSpec of a model."""
     shared = _Shared()
 
@@ -233,7 +237,7 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
             job_config, parallel_dims, shared.ledger, shared.loader
         )
 
-    return titan.TrainSpec(
+    return TrainSpec(
         model_cls=entry.model_cls,
         model_args=entry.flavors,
         parallelize_fn=parallelize,
@@ -252,5 +256,5 @@ def train_spec(entry: ModelEntry) -> titan.TrainSpec:
 def register() -> None:
     """Register every model. A second call changes nothing."""
     for name, entry in MODELS.items():
-        if name not in titan._extra_train_specs:
-            titan.register_train_spec(name, train_spec(entry))
+        if name not in _extra_train_specs:
+            register_train_spec(name, train_spec(entry))
