@@ -67,7 +67,7 @@ def measure(options: Options, folder: Path) -> pandas.DataFrame:
     """Return the medians, with a row for each writer and for "verify". The folder must not
     exist.
     """
-    size = max(1, int(options.gib * 2**30 / 4 / options.tensors))
+    size = int(options.gib * 2**30 / 4 / options.tensors)
     state = {f"layers.{i}.weight": torch.randn(size) for i in range(options.tensors)}
     save(state, "dcp", folder)  # the first save is slower
     order = random.Random(0)

@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
@@ -275,9 +276,18 @@ def _records(documents: Iterable[Document]) -> list[dict[str, str]]:
     ]
 
 
+def seen_in(train: set[int], documents: Iterable[Document]) -> float:
+    """Return the fraction of the documents' sampled runs that are in ``train``, the runs
+    of the training text.
+    """
+    runs = chain.from_iterable(runs_of_words(d.text) for d in documents)
+    return float(np.mean([run in train for run in runs]))
+
+
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:
     """Return the sizes of each split, as in corpus.json."""
-    sizes = {}
+    train = set[int]().union(*(runs_of_words(d.text) for d in splits["train"]))
+    sizes: dict[str, dict[str, Any]] = {}
     for name, documents in splits.items():
         bar = progress(f"tokenizing {name}", "document", items=documents)
         sizes[name] = {
@@ -286,6 +296,9 @@ def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str
             "tokens": sum(len(encode(d.text)) + 1 for d in bar),
             "by_source": dict(sorted(Counter(d.source for d in documents).items())),
         }
+        if name != "train":
+            seen = round(seen_in(train, documents), 4)
+            sizes[name]["runs_of_words_in_training"] = seen
     return sizes
 
 

@@ -145,6 +145,7 @@ def measure(loader: Any, options: Options) -> dict[str, float]:
     }
 
 
+TOKENIZERS = {"SentencePiece": "spm", "Hugging Face": "hf"}  # name: folder
 # The keys of [stream] in each case, by the name of the loader. Without prefetch, this
 # process reads the files.
 LOADERS: dict[str, dict[str, Any]] = {
@@ -155,16 +156,14 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
-def speed(
-    folder: Path, tokenizers: dict[str, str], options: Options
-) -> pandas.DataFrame:
+def speed(folder: Path, options: Options) -> pandas.DataFrame:
     """Return the medians, with a row for each tokenizer, number of ranks and loader."""
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader as stock
 
     rows = []
     rounds = range(options.rounds)
-    for _, name, ranks, loader_name in product(rounds, tokenizers, (64, 40), LOADERS):
-        path = tokenizers[name]
+    for _, name, ranks, loader_name in product(rounds, TOKENIZERS, (64, 40), LOADERS):
+        path = str(folder / TOKENIZERS[name])
         job = job_config(folder, path, options.seq_len)
         vars(job.stream).update(LOADERS[loader_name])
         tokenizer = load_tokenizer(path)
@@ -263,11 +262,7 @@ def main(options: Options) -> None:
         link_many(folder, MANY)
         write_large(folder)
         write_sample(folder / "sample")
-        tokenizers = {
-            "SentencePiece": str(folder / "spm"),
-            "Hugging Face": str(folder / "hf"),
-        }
-        rows = speed(folder, tokenizers, options)
+        rows = speed(folder, options)
         cases = [in_a_fresh_process(bounds, case, folder, options) for case in CASES]
     show(options.json, rows=rows, bounds=cases)
 

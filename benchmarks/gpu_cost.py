@@ -3,7 +3,9 @@
     python benchmarks/gpu_cost.py            # a table for three shapes and all estimators
     python benchmarks/gpu_cost.py --ranks 8  # one rank of 8 that share each sequence
     python benchmarks/gpu_cost.py --measure  # compare with measured times on this GPU
-    python benchmarks/gpu_cost.py --no-kernel  # without the Triton kernel of pairs
+
+With TITAN_DISP_TRITON=0, the compiled functions that the Triton kernel of pairs replaces
+are counted.
 
 The loss runs on meta tensors, which have shapes but no data, and takes the path of a
 GPU. Unless a name ends in "of_layers", counts are per layer, forward and backward:
@@ -116,9 +118,6 @@ class Options(Printed):
     """Layers of the loss."""
     ranks: int = 1
     """Ranks over which each sequence is sharded, in the counts."""
-    kernel: bool = True
-    """Use the Triton kernel of pairs. Otherwise, use the compiled functions that it
-    replaces, as with TITAN_DISP_TRITON=0."""
     measure: bool = False
     """Also measure the kernels' time on this device: "measured ms"."""
 
@@ -127,10 +126,6 @@ def on_device(*values: Any) -> list[Tensor]:
     """Return the tensors that a GPU would hold: those on the meta device."""
     leaves = tree_leaves(values)
     return [x for x in leaves if isinstance(x, Tensor) and x.device.type == "meta"]
-
-
-def storages_of(tensors: list[Tensor]) -> set[torch.UntypedStorage]:
-    return {x.untyped_storage() for x in tensors}
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
@@ -142,13 +137,13 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 def within(tensors: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
     """Return the tensors that share the memory of any tensor in ``memory``."""
-    storages = storages_of(memory)
+    storages = {x.untyped_storage() for x in memory}
     return [x for x in tensors if x.untyped_storage() in storages]
 
 
 def without(tensors: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
     """Return the tensors that do not share the memory of any tensor in ``memory``."""
-    storages = storages_of(memory)
+    storages = {x.untyped_storage() for x in memory}
     return [x for x in tensors if x.untyped_storage() not in storages]
 
 
@@ -474,8 +469,6 @@ def fake_ranks(ranks: int) -> Iterator[dist.ProcessGroup | None]:
 def main(options: Options) -> None:
     if options.measure and options.ranks > 1:
         raise SystemExit("--measure measures one rank: leave out --ranks")
-    if not options.kernel:
-        triton_pairs.CHOICE = "0"
     show(options.json, counts=rows(options))
 
 

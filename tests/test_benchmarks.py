@@ -219,8 +219,9 @@ def test_gpu_cost_of_a_sequence_on_eight_ranks():
     assert 0 < moments["H200_ms"] < 0.6 * exact["H200_ms"]
 
 
-def test_gpu_cost_without_the_kernel():
-    counts = counts_of(results_of("gpu_cost.py", "--layers 2 --no-kernel"))
+def test_gpu_cost_without_the_kernel(monkeypatch):
+    monkeypatch.setenv("TITAN_DISP_TRITON", "0")
+    counts = counts_of(results_of("gpu_cost.py", "--layers 2"))
     for key, megabytes in MEGABYTES.items():
         assert counts[key]["other_bytes"] == pytest.approx(megabytes * 1e6, rel=3e-3)
     for (shape, estimator, way), row in counts.items():

@@ -15,6 +15,7 @@ from benchmarks.corpus import (
     is_prose,
     main,
     runs_of_words,
+    seen_in,
     split,
     without_duplicates,
 )
@@ -81,6 +82,9 @@ def test_duplicates_whatever_the_order():
     # About one run in eight is compared; which one does not depend on where it stands.
     assert 150 < len(runs_of_words(whole)) < 350
     assert runs_of_words(words(*range(100, 200))) <= runs_of_words(whole)
+    assert seen_in(runs_of_words(whole), [Document("a", "x", third)]) == pytest.approx(
+        1 / 3, abs=0.1
+    )
 
 
 def test_prose_and_too_few_documents():

@@ -13,7 +13,7 @@ class Cost(NamedTuple):
     gathered: float  # elements of an all-gather, in the dtype of the tokens
     reduced: float  # elements of an all-reduce, in float32
     # Bytes that a GPU reads and writes outside of matrix products, for bf16 tokens.
-    # benchmarks/gpu_cost.py --no-kernel counted them. (The Triton kernel is not
+    # benchmarks/gpu_cost.py counted them with TITAN_DISP_TRITON=0. (The Triton kernel is not
     # measured yet.)
     bytes: float
 
