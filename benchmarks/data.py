@@ -124,7 +124,7 @@ def read_by_this_process() -> int:
 
 def measure(loader: Any, options: Options) -> dict[str, float]:
     """Return the tokens per second after the first batch, and the stored bytes that are read
-    per token, unless a worker process reads them.
+    per token: NaN if a worker process reads them.
     """
     batches = iter(loader)
     next(batches)
@@ -157,7 +157,9 @@ LOADERS: dict[str, dict[str, Any]] = {
 
 
 def speed(folder: Path, options: Options) -> pandas.DataFrame:
-    """Return the medians, with a row for each tokenizer, number of ranks and loader."""
+    """Return the medians over rounds of what ``measure`` returns, and the ratio of the speed
+    to TorchTitan's, with a row for each tokenizer, number of ranks and loader.
+    """
     from torchtitan.hf_datasets.text_datasets import build_text_dataloader as stock
 
     rows = []
@@ -172,10 +174,12 @@ def speed(folder: Path, options: Options) -> pandas.DataFrame:
             loader = stock(ranks, 0, tokenizer, job)
         else:
             loader = ours(job, ranks, 2 * ranks, tokenizer)
-        row = {"tokenizer": name, "ranks": ranks, "loader": loader_name}
-        rows.append({**row, **measure(loader, options)})
-    of_cases = pandas.DataFrame(rows).groupby([*row], sort=False)
-    medians = of_cases.median()
+        case = {"tokenizer": name, "ranks": ranks, "loader": loader_name}
+        rows.append({**case, **measure(loader, options)})
+    by_case = pandas.DataFrame(rows).groupby(
+        ["tokenizer", "ranks", "loader"], sort=False
+    )
+    medians = by_case.median()
     stock_speed = medians.xs("TorchTitan", level="loader")["tokens_per_second"]
     medians["ratio"] = medians["tokens_per_second"] / stock_speed
     return medians.reset_index()
@@ -205,7 +209,7 @@ CASES = {
 
 def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
     """Return the memory of all slots on one rank, in this process, and the times to the
-    first and the last sequence.
+    first batch, which is a sequence, and to the last one.
     """
     case = CASES[name]
     tokenizer = folder / "sample" / "tokenizer"

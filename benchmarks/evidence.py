@@ -66,8 +66,8 @@ NUMBER = (
 
 
 def power(effect: float, deviation: float, level: float) -> float:
-    """Return the percentage of 20,000 simulated experiments with eight seeds in which the p value of the
-    sign-flip test is below the level and Student's 95 % interval excludes 0.
+    """Return the percentage of 20,000 simulated experiments with eight seeds in which the p
+    value of the sign-flip test is below the level and Student's 95 % interval excludes 0.
 
     ``effect`` is the true mean of the differences, and ``deviation`` their standard
     deviation over the seeds.
@@ -119,21 +119,22 @@ def of_the_rules(runs: DataFrame) -> dict[str, Any]:
 
 
 def of_the_predictions() -> dict[str, Any]:
-    """Return the verdicts of docs/preregistration.md's predictions whose runs have all
-    finished, on − off by rate, what B's tuning found, and how much the learning rate alone
-    matters.
+    """Return the verdicts of docs/preregistration.md's experiment A, on − off by its rates,
+    what B's tuning found, and how much the learning rate alone matters.
     """
     values = read_values([str(PREREGISTERED)])
     of_a = outcomes(values)
     of_b = read_values([str(TUNING_OF_B)])["validation"]
     on, off = (of_b.filter(like=state).to_numpy() for state in ("on_", "off_"))
-    on_off_by_rate = on_minus_off(values).items()
+    by_rate = on_minus_off(values).items()
     return {
         **{name: PREDICTIONS[name].verdict(of_a[name]) for name in ("A1", "A2", "A3")},
-        "on_off": {rate: described(pairs, 0.95) for rate, pairs in on_off_by_rate},
+        "on_off": {
+            rate: described(by_seed.dropna(), 0.95) for rate, by_seed in by_rate
+        },
         "better": (on < off).sum(),
         "tuning_pairs": on.size,
-        "by_rate": difference(
+        "gain_of_rate": difference(
             values, "validation", "off_lr-0.001", "off_lr-0.004"
         ).mean(),
     }
@@ -217,9 +218,8 @@ def problems(page: str, text: str, expected: Sequence[str]) -> Iterator[str]:
         if phrase not in rest:
             yield f"{page} does not have: {phrase}"
     # The longest first, because a phrase may contain another one
-    for phrase in sorted(
-        [*expected, *TEXTS[page]["settings"].splitlines()], key=len, reverse=True
-    ):
+    known = [*expected, *TEXTS[page]["settings"].splitlines()]
+    for phrase in sorted(known, key=len, reverse=True):
         rest = rest.replace(phrase, " ")
     for match in re.finditer(NUMBER, rest):
         around = rest[max(0, match.start() - 40) : match.end() + 40]

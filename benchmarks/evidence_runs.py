@@ -5,7 +5,6 @@ benchmarks/evidence.py checks the page's numbers, and evidence_pictures.py draws
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,10 @@ def order_of(mean_cosine: Sequence[float]) -> float:
 def numbers(row: Row) -> dict[str, float | None]:
     """Return all numbers of a run, by name.
 
-    A name begins with the text that was measured: development, test, or new_test, the test
-    text of the held-back part. Cross-entropies are in nats per token. Accuracies are
-    fractions of the tokens and of the paragraphs' last words. "seconds" is the time of
-    training.
+    Most names begin with the text that was measured: development, test, or new_test, the
+    test text of the held-back part. Cross-entropies are in nats per token. Accuracies are
+    fractions of the tokens and of the paragraphs' last words. The last three numbers, which
+    are about training, have no text; "seconds" is its time.
     """
     content = {}
     for text, scores in row["numbers"].items():
@@ -73,21 +72,20 @@ def tabulated(rows: Iterable[Row]) -> DataFrame:
     """Return the numbers of all finished runs, with a row per seed and a column per (part of
     the experiment, condition, number). Numbers that a run does not have are NaN.
 
-    If a run was tried several times, the last finished try counts. The models of the part
-    "main" that were trained again are the part "restored".
+    If a run was tried several times, the last finished try counts. The part "restored" has
+    the models of the part "main" that were trained a second time, with the same seeds.
     """
-    finished = []
+    finished = {}
     for row in rows:
         if row["part"] == "restored":
             _, condition, seed = row["of"]
-            finished.append({**row, "condition": condition, "seed": seed})
+            finished["restored", condition, seed] = row
         elif row.get("status") == "finished":
-            finished.append(row)
+            finished[row["part"], row["condition"], row["seed"]] = row
     columns: dict[tuple[str, str, str], dict[int, float | None]] = {}
-    for row in sorted(finished, key=itemgetter("part", "condition", "seed")):
+    for (part, condition, seed), row in sorted(finished.items()):
         for name, number in numbers(row).items():
-            column = (row["part"], row["condition"], name)
-            columns.setdefault(column, {})[row["seed"]] = number
+            columns.setdefault((part, condition, name), {})[seed] = number
     return DataFrame(columns, dtype=float)
 
 
@@ -138,23 +136,28 @@ def ends(differences: ArrayLike, level: float = 0.95) -> str:
 
 def tuning_curves(runs: DataFrame) -> np.ndarray:
     """Return on − off in the development loss of the first experiment's tuning, [curves,
-    rates]. A curve is of one warm-up and seed.
+    rates], in the order of ``CURVES`` and ``RATES``.
     """
-    ends = (f"_lr-{rate:g}_warmup-{warm:g}" for warm, rate in product(WARMUPS, RATES))
-    pairs = [on_off(runs, "tuning", end, "development cross_entropy") for end in ends]
-    by_seed = np.reshape(pairs, (len(WARMUPS), len(RATES), -1))
+    recipes = (
+        f"_lr-{rate:g}_warmup-{warm:g}" for warm, rate in product(WARMUPS, RATES)
+    )
+    on_offs = [
+        on_off(runs, "tuning", end, "development cross_entropy") for end in recipes
+    ]
+    by_seed = np.reshape(on_offs, (len(WARMUPS), len(RATES), 2))
     return by_seed.swapaxes(1, 2).reshape(len(CURVES), len(RATES))
 
 
 def changes_by_loss(runs: DataFrame) -> DataFrame:
     """Return the mean changes of the blocks' cosine and of cross-entropy against no auxiliary
-    loss, with a row for each auxiliary loss. All have the seeds of the part "losses".
+    loss, with a row for each auxiliary loss, over the seeds of the part "losses".
     """
     losses = runs["losses"].dropna(how="all")
-    widths = runs["widths"].loc[losses.index]
-    names = losses.columns.unique(0)
-    by_loss = {"on-192": widths["on-192"], **{name: losses[name] for name in names}}
-    changes = {name: (of - widths["off-192"]).mean() for name, of in by_loss.items()}
+    with_and_without = runs["widths"].loc[losses.index]
+    by_loss = {"on-192": with_and_without["on-192"]}
+    by_loss |= {name: losses[name] for name in losses.columns.unique(0)}
+    off = with_and_without["off-192"]
+    changes = {name: (numbers - off).mean() for name, numbers in by_loss.items()}
     return DataFrame(changes).T[[COSINE, LOSS]]
 
 

@@ -166,7 +166,12 @@ def accesses(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Accesses:
-    """Return the tensors that a call of an op reads and writes."""
+    """Return the tensors on the meta device that a call of an op reads and writes.
+
+    The schema of the op says which arguments it writes. Ops that create a tensor read
+    nothing, and ops with indices read or write only some rows: their tensors stand for these
+    rows.
+    """
     name = op.overloadpacket.__name__
     reads = []
     writes = []
@@ -357,7 +362,8 @@ def added(
     amp: bool = False,
 ) -> Tensor:
     """Return a scalar to add to a total loss, whose backward pass then includes the
-    gradient of the loss of the blocks' outputs. With "hook", the scalar is 0.
+    gradient of the loss of the blocks' outputs. With "hook", the scalar is 0, except for the
+    sampled estimator.
     """
 
     def mean_of(zs: list[Tensor], **hooks: Any) -> Tensor:
@@ -388,7 +394,7 @@ def count(
     layers: int,
     group: dist.ProcessGroup | None = None,
 ) -> Count:
-    """Return the mean work per layer of a step of all layers."""
+    """Return the mean work per layer of the second of two steps."""
     loss = DispersionLoss(estimator=estimator)
     for number in (1, layers):  # some work is done in the first call only
         outputs = as_outputs(shape.tokens("meta", number))

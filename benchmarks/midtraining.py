@@ -79,7 +79,7 @@ def evaluate_all(
     runs: Sequence[Point], out: Path, options: Sequence[str], jobs: int
 ) -> None:
     """Evaluate the runs that have no folder in ``out`` yet, ``jobs`` at a time, with the GPUs
-    in turn or, without GPUs, on the CPU.
+    in turn or, without GPUs, on the CPU. The errors are those of ``evaluate``.
     """
     devices = [f"cuda:{gpu}" for gpu in range(torch.cuda.device_count())] or ["cpu"]
     missing = [run for run in runs if not (out / run.name).exists()]
@@ -104,8 +104,8 @@ def evaluate(out: Path, options: Sequence[str], run: Point, device: str) -> None
     print(f"{run.name}: evaluating the steps {steps}; log: {log_file}")
     command = [sys.executable, "-m", "titan_disp", "evaluate"]
     command += [f"{run.folder}/{step}" for step in steps]
-    with open(log_file, "w") as log, atomic_folder(out / run.name) as partial:
-        command += [*options, "--device", device, "--out", str(partial)]
+    with open(log_file, "w") as log, atomic_folder(out / run.name) as unfinished:
+        command += [*options, "--device", device, "--out", str(unfinished)]
         subprocess.run(command, check=True, stdout=log, stderr=log)
 
 
@@ -115,22 +115,15 @@ def read_scores(runs: Sequence[Point], out: Path) -> DataFrame:
 
     The last task, ``MEAN``, has the means over the tasks. Checkpoints are counted from 0.
     """
-    rows = []
+    columns: dict[tuple[str, str, int], dict[str, float]] = {}
     for run in runs:
         results = json.loads((out / run.name / "results.json").read_text())
         comparison = results["comparison"]
         for task in (*comparison["tasks"], comparison[MEAN]):
             for checkpoint, score in enumerate(task["scores"].values()):
-                row = {"seed": str(run.seeds), "condition": run.condition}
-                row |= {"task": task["task"], "checkpoint": checkpoint, "score": score}
-                rows.append(row)
-    columns = ["condition", "task", "checkpoint"]
-    # ``pivot`` would sort the tasks.
-    return (
-        DataFrame(rows)
-        .set_index(["seed", *columns])["score"]
-        .unstack(columns, sort=False)
-    )
+                column = (run.condition, task["task"], checkpoint)
+                columns.setdefault(column, {})[str(run.seeds)] = score
+    return DataFrame(columns).rename_axis(columns=["condition", "task", "checkpoint"])
 
 
 def report(scores: DataFrame, baseline: str) -> str:
@@ -142,7 +135,9 @@ def report(scores: DataFrame, baseline: str) -> str:
     (other,) = scores.columns.unique("condition").drop(baseline)
     last = scores.xs(CHECKPOINTS - 1, axis=1, level="checkpoint")
     last_mean = last.xs(MEAN, axis=1, level="task")
-    best_mean = scores.xs(MEAN, axis=1, level="task").T.groupby("condition").max().T
+    means = scores.xs(MEAN, axis=1, level="task")
+    # of each run's checkpoints
+    best_mean = means.T.groupby("condition").max().T
     of_last = paired(last_mean[other], last_mean[baseline])
     of_best = paired(best_mean[other], best_mean[baseline])
     best = f"best of {CHECKPOINTS} checkpoints"

@@ -4,7 +4,7 @@ write the names that have moved or are gone into the last section of docs/port.m
     pip download --no-deps "torchtitan==0.3.*" --dest build
     python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
 
-The sources are read with ast; nothing is imported or installed. A name that still exists
+The sources are read with ast and symtable; nothing is imported or installed. A name that still exists
 may have other arguments. benchmarks/torchtitan_port.toml has the successors of names.
 """
 
@@ -59,8 +59,8 @@ def imported_by(package: Path) -> set[Imported]:
 
 
 def available(modules: dict[str, str]) -> set[Imported]:
-    """Return the names that a version has: what the top level of each module assigns or
-    imports, and the modules themselves.
+    """Return the names that a version has: what the top level of each module assigns, defines
+    or imports, and the modules themselves.
     """
     names = {Imported(*module.rpartition(".")[::2]) for module in modules}
     for module, source in modules.items():
