@@ -36,6 +36,9 @@ WRITERS = {
 }
 
 
+TENSORS = 64  # in the checkpoint
+
+
 def no_hash() -> SimpleNamespace:
     """Return a hash object that computes nothing, for the row "pieces"."""
     return SimpleNamespace(update=lambda data: None, hexdigest=lambda: "")
@@ -45,7 +48,6 @@ def no_hash() -> SimpleNamespace:
 class Options(Printed):
     gib: float = 1.0
     """Size of the checkpoint."""
-    tensors: int = 64
     rounds: int = 6
     folder: Path | None = None
     """Where to write. The default is a temporary folder."""
@@ -64,11 +66,11 @@ def verify(folder: Path) -> None:
 
 
 def measure(options: Options, folder: Path) -> pandas.DataFrame:
-    """Return the medians, with a row for each writer and for "verify". The folder must not
-    exist.
+    """Return the medians, with a row for each writer and for "verify", by name. The folder
+    must not exist.
     """
-    size = int(options.gib * 2**30 / 4 / options.tensors)
-    state = {f"layers.{i}.weight": torch.randn(size) for i in range(options.tensors)}
+    size = int(options.gib * 2**30 / 4 / TENSORS)
+    state = {f"layers.{i}.weight": torch.randn(size) for i in range(TENSORS)}
     save(state, "dcp", folder)  # the first save is slower
     order = random.Random(0)
     times = []
@@ -79,8 +81,7 @@ def measure(options: Options, folder: Path) -> pandas.DataFrame:
             if name == "hashed":
                 times.append(("verify", *timed(verify, folder)))
     frame = pandas.DataFrame(times, columns=["what", "seconds", "cpu_seconds"])
-    frame["gigabytes"] = options.tensors * size * 4 / 1e9
-    return frame.groupby("what").median().loc[[*WRITERS, "verify"]].reset_index()
+    return frame.groupby("what", as_index=False).median()
 
 
 def main() -> None:

@@ -32,7 +32,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 
 from benchmarks.corpus_text import DICTIONARY, clean, dictionary_pages, documents_of
@@ -280,8 +279,8 @@ def seen_in(train: set[int], documents: Iterable[Document]) -> float:
     """Return the fraction of the documents' sampled runs that are in ``train``, the runs
     of the training text.
     """
-    runs = chain.from_iterable(runs_of_words(d.text) for d in documents)
-    return float(np.mean([run in train for run in runs]))
+    runs = [*chain.from_iterable(runs_of_words(d.text) for d in documents)]
+    return sum(run in train for run in runs) / max(1, len(runs))
 
 
 def _sizes(splits: dict[str, list[Document]], encode: Any) -> dict[str, dict[str, Any]]:

@@ -208,8 +208,8 @@ CASES = {
 
 
 def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
-    """Return the memory of all slots on one rank, in this process, and the times to the
-    first batch, which is a sequence, and to the last one.
+    """Return the memory and the open files of all slots on one rank, in this process, and
+    the times to the first batch, which is a sequence, and to the last one.
     """
     case = CASES[name]
     tokenizer = folder / "sample" / "tokenizer"
@@ -226,12 +226,14 @@ def bounds(name: str, folder: Path, options: Options) -> dict[str, Any]:
     for _ in range(case.slots * case.per_slot - 1):
         next(batches)
     seconds = time.perf_counter() - start
+    open_files = len(os.listdir("/proc/self/fd"))
     loader.close()
     return {
         "case": name,
         "seconds_to_first_batch": first,
         "seconds": seconds,
         "peak_bytes": high_water_mark() - before,
+        "open_files": open_files,
     }
 
 

@@ -8,11 +8,11 @@ estimator.
 mask, logsumexp. "floor" is only the matrix products of all pairs: 3 N²F FLOPs, as each
 tile above the diagonal has one product for the cosines and two for the gradient.
 
-Times are the least of --repeat rounds, and of one before them that warms up, in one
-process, in which the estimators take turns. (On a GPU, ``gpu_cost.py --measure`` measures
-the time of the kernels.) Memory is the peak of a call in a fresh process, minus the memory
-before the call: resident pages on a CPU, and the allocator's count on a GPU. "gradient
-cosine" is that of an estimator's gradient and the gradient of "exact".
+Times are the least of --repeat rounds in one process, in which the estimators take turns,
+after a round that warms up. (On a GPU, ``gpu_cost.py --measure`` measures the time of the
+kernels.) Memory is the peak of a call in a fresh process, minus the memory before the
+call: resident pages on a CPU, and the allocator's count on a GPU. "gradient cosine" is that
+of an estimator's gradient and the gradient of "exact".
 """
 
 import math
@@ -101,14 +101,14 @@ def call(estimator: str, options: Options) -> Callable[[Tensor], Any]:
 
 
 def least_seconds(options: Options, n: int) -> dict[str, float]:
-    """Return the least seconds of a call, by estimator. One round more warms up."""
+    """Return the least seconds of a call, by estimator, after a round that warms up."""
     z = tokens(options, n)
     calls = {name: call(name, options) for name in options.estimators}
     rounds = [
         {name: timed(function, z)[0] for name, function in calls.items()}
         for _ in range(options.repeat + 1)
     ]
-    return {name: min(seconds[name] for seconds in rounds) for name in calls}
+    return {name: min(seconds[name] for seconds in rounds[1:]) for name in calls}
 
 
 def gradient_cosines(options: Options, n: int) -> dict[str, float]:

@@ -422,10 +422,10 @@ def measured_ms(shape: Shape, estimator: str, way: str, layers: int) -> float:
         value = added(loss, way, outputs, amp=shape.amp)
         torch.autograd.backward([value, *outputs], [None, *gradients])
 
-    step()
-    step()
+    for _ in range(2):
+        timed(step)  # waits for the device, so that the profile has none of its kernels
     with profile(activities=[activity]) as profiler:
-        timed(step)  # waits for the device
+        timed(step)
     microseconds = sum(
         event.time_range.elapsed_us()
         for event in profiler.events()

@@ -49,8 +49,6 @@ BYTES_PER_LOGIT = 20
 @dataclass
 class Options(Printed):
     config: str = "train_configs/qwen3_0.6b_c4.toml"
-    overrides: tuple[str, ...] = ()
-    """Options of the config, such as --overrides=--training.local_batch_size=3."""
     nodes: tuple[int, ...] = (1, 8, 80)
     gpus_per_node: int = 8
     rounds: int = 9
@@ -150,7 +148,7 @@ def cost(
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
-    job_config = load_config(["--job.config_file", options.config, *options.overrides])
+    job_config = load_config(["--job.config_file", options.config])
     args = args_of(job_config)
     n = min(job_config.condensation.max_tokens, job_config.training.seq_len)
     taken = least_seconds(n, args.dim, args.n_layers + 2, options.rounds)

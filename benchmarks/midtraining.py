@@ -15,8 +15,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -78,18 +76,23 @@ def main(
 def evaluate_all(
     runs: Sequence[Point], out: Path, options: Sequence[str], jobs: int
 ) -> None:
-    """Evaluate the runs that have no folder in ``out`` yet, ``jobs`` at a time, with the GPUs
-    in turn or, without GPUs, on the CPU. The errors are those of ``evaluate``.
+    """Evaluate the runs that have no folder in ``out`` yet, in ``jobs`` threads. Each thread
+    has a GPU or, without GPUs, the CPU. The errors are those of ``evaluate``.
     """
     devices = [f"cuda:{gpu}" for gpu in range(torch.cuda.device_count())] or ["cpu"]
     missing = [run for run in runs if not (out / run.name).exists()]
+
+    def evaluate_share(job: int) -> None:
+        for run in missing[job::jobs]:
+            evaluate(run, out, [*options, "--device", devices[job % len(devices)]])
+
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(partial(evaluate, out, options), missing, cycle(devices)))
+        list(pool.map(evaluate_share, range(jobs)))
 
 
-def evaluate(out: Path, options: Sequence[str], run: Point, device: str) -> None:
-    """Evaluate all checkpoints of a run on a device, and create ``out/RUN`` with their scores
-    after the last one.
+def evaluate(run: Point, out: Path, options: Sequence[str]) -> None:
+    """Evaluate all checkpoints of a run, and create ``out/RUN`` with their scores after the
+    last one.
 
     Raises ConfigError if the number of checkpoints is not ``CHECKPOINTS``, and
     CalledProcessError if the evaluation fails.
@@ -105,7 +108,7 @@ def evaluate(out: Path, options: Sequence[str], run: Point, device: str) -> None
     command = [sys.executable, "-m", "titan_disp", "evaluate"]
     command += [f"{run.folder}/{step}" for step in steps]
     with open(log_file, "w") as log, atomic_folder(out / run.name) as unfinished:
-        command += [*options, "--device", device, "--out", str(unfinished)]
+        command += [*options, "--out", str(unfinished)]
         subprocess.run(command, check=True, stdout=log, stderr=log)
 
 

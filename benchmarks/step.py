@@ -147,16 +147,17 @@ def run(options: Options, seq_len: int, estimator: str) -> dict[str, Any]:
 def main(options: Options) -> None:
     rows = []
     for seq_len in options.seq_len:
-        rounds: dict[str, list[dict[str, Any]]] = {}
+        best: dict[str, dict[str, Any]] = {}
         for estimator in options.estimators * options.rounds:
-            rounds.setdefault(estimator, []).append(run(options, seq_len, estimator))
-        for estimator, measured in rounds.items():
+            numbers = run(options, seq_len, estimator)
+            earlier = best.get(estimator, numbers)
+            best[estimator] = min(earlier, numbers, key=itemgetter("seconds"))
+        for estimator, numbers in best.items():
             row = {"estimator": estimator, "flavor": options.flavor, "seq_len": seq_len}
-            row |= min(measured, key=itemgetter("seconds"))
+            row |= numbers
+            if "off" in best:
+                row["overhead"] = row["seconds"] / best["off"]["seconds"] - 1
             rows.append(row)
-            if "off" in rounds:
-                off = min(measured_off["seconds"] for measured_off in rounds["off"])
-                row["overhead"] = row["seconds"] / off - 1
     show(options.json, rows=rows)
 
 

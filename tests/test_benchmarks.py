@@ -55,10 +55,9 @@ def test_dispersion(printed):
 
 
 def test_checkpoint(printed):
-    found = printed("checkpoint", "--gib 0.001 --tensors 2 --rounds 2")
-    assert [r["what"] for r in found] == ["dcp", "pieces", "hashed", "verify"]
+    found = printed("checkpoint", "--gib 0.001 --rounds 2")
+    assert [r["what"] for r in found] == ["dcp", "hashed", "pieces", "verify"]
     for row in found:
-        assert row["gigabytes"] == pytest.approx(2**30 * 1e-12, rel=1e-4)
         assert row["seconds"] > 0
         assert row["cpu_seconds"] > 0
 

@@ -5,13 +5,16 @@ the whole command on tiny models and a stand-in task.
 import json
 import subprocess
 import sys
+import time
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pandas import DataFrame
 
-from benchmarks.midtraining import main, report
+from benchmarks import midtraining
+from benchmarks.midtraining import main, read_scores, report, task_table
 from benchmarks.preregistered import PREDICTIONS
 from tests.command_line import DEMO, ROOT, SECONDS, environment
 from titan_disp.config.load import read_toml
@@ -75,6 +78,59 @@ def test_the_last_and_the_best_checkpoint_are_told_apart():
     assert "C2, best of 5 checkpoints: +0.0100" in text
     assert "dispersion: the best checkpoint scores 0.0100 more" in text
     assert "| piqa |  0.3400 |     0.3400 |" in text
+
+
+def test_the_scores_of_files(tmp_path):
+    """Each score has its place, whatever the order of the tasks; the mean stays last."""
+    runs = [
+        SimpleNamespace(name=f"{condition}_{seed}", condition=condition, seeds=seed)
+        for condition in ("dispersion", "default")
+        for seed in (12, 3)
+    ]
+    tasks = ("piqa", "arc", "mean")
+    expected = {}
+    for run in runs:
+        rows = []
+        for task in tasks:
+            scores = {f"step-{i}": len(expected) + i / 10 for i in range(5)}
+            for checkpoint, score in enumerate(scores.values()):
+                expected[run.name, task, checkpoint] = score
+            rows.append({"task": task, "scores": scores})
+        (tmp_path / run.name).mkdir()
+        results = {"comparison": {"tasks": rows[:-1], "mean": rows[-1]}}
+        (tmp_path / run.name / "results.json").write_text(json.dumps(results))
+    found = read_scores(runs, tmp_path)
+    assert found.columns.unique("task").tolist() == list(tasks)
+    for (name, task, checkpoint), score in expected.items():
+        condition, seed = name.split("_")
+        assert found[condition, task, checkpoint][seed] == score
+    _, *rows = task_table(found.xs(4, axis=1, level=2), "default", "dispersion")
+    assert [row[0] for row in rows] == list(tasks)
+    for column, condition in ((1, "default"), (2, "dispersion")):
+        of_arc = [expected[f"{condition}_{seed}", "arc", 4] for seed in (12, 3)]
+        assert rows[1][column] == f"{np.mean(of_arc):.4f}"
+
+
+def test_two_evaluations_never_share_a_gpu(tmp_path, monkeypatch):
+    """Three evaluations at a time on three GPUs, one of which is slow."""
+    names = [f"run-{i}" for i in range(9)]
+    (tmp_path / names[4]).mkdir()  # evaluated already
+    busy = set()
+    evaluated = []
+
+    def evaluate(run, out, options):
+        device = options[-1]
+        assert device not in busy
+        busy.add(device)
+        time.sleep(0.1 if device == "cuda:0" else 0.01)
+        busy.remove(device)
+        evaluated.append(run.name)
+
+    monkeypatch.setattr(midtraining, "evaluate", evaluate)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    runs = [SimpleNamespace(name=name) for name in names]
+    midtraining.evaluate_all(runs, tmp_path, ["--tasks", "paper"], jobs=3)
+    assert sorted(evaluated) == [name for name in names if name != names[4]]
 
 
 def test_conditions_are_checked_before_training(tmp_path):
