@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
-DATA := data/sample
+SAMPLE := data/sample
 # Worker processes of the tests: one more than there are cores is good, because tests wait for processes that they start.
 # Each takes 2 GB of memory. The tests of one file stay in one worker. Whole training runs keep more cores busy.
 WORKERS ?= 3
@@ -37,23 +37,23 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[cpu]"
 	@touch $@
 
-$(DATA)/README.md: | setup
-	$(BIN)/titan-disp sample-data $(DATA)
+$(SAMPLE)/README.md: | setup
+	$(BIN)/titan-disp sample-data $(SAMPLE)
 
-demo: setup $(DATA)/README.md
+demo: setup $(SAMPLE)/README.md
 	$(BIN)/titan-disp train train_configs/demo_cpu.toml --nproc $(NPROC)
 
 # Checks and measures on all GPUs of this machine what docs/verification.md lists as not verified, or in small on a CPU.
 # TITAN_DISP_STAGES="fsdp tp" runs only these stages of benchmarks/first_run.toml.
-gpu: setup $(DATA)/README.md
+gpu: setup $(SAMPLE)/README.md
 	TITAN_DISP_PYTHON=$(BIN)/python env -u SLURM_JOB_ID bash slurm/first_run.sbatch train_configs/qwen3_0.6b_c4.toml \
-	  --training.dataset_path=$(DATA) --model.hf_assets_path=$(DATA)/tokenizer --stream.separator='</s>' \
+	  --training.dataset_path=$(SAMPLE) --model.hf_assets_path=$(SAMPLE)/tokenizer --stream.separator='</s>' \
 	  --training.global_batch_size=-1 --parallelism.data_parallel_replicate_degree=1 --parallelism.data_parallel_shard_degree=-1 \
 	  --job.dump_folder=outputs/gpu
 
 # Writes docs/condensation.png and .json from six runs: dispersion off and on, with three seeds. Complete runs in
 # outputs/figure are kept.
-figure: setup $(DATA)/README.md
+figure: setup $(SAMPLE)/README.md
 	$(BIN)/python -m benchmarks.figure --nproc $(NPROC)
 
 # Checks every number of docs/evidence.md, from docs/evidence.jsonl and docs/preregistered.csv, and writes its pictures and
