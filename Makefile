@@ -20,17 +20,23 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(VENV)/.ready
 
 # If the interpreter already has torch (as in a GPU image or a cluster's module), that torch is used and never replaced.
-# PYTHON may be that of .venv itself, if it is activated: then .venv is kept as it is, because an environment that is made
-# from itself would show the packages of the system, too.
+# .venv shows the packages of the system and, through a .pth file, those of the virtual environment that PYTHON may be in.
+# If it is in .venv itself, which is then activated, .venv is kept as it is: an environment that is made from itself would
+# show the packages of the system, too.
 $(VENV)/.ready: pyproject.toml
 	@echo "Installing into $(VENV): this takes a few minutes, and 3 GB of disk, or 6 GB if pip finds a CUDA build of torch."
 	@if $(PYTHON) -c "import os, sys; sys.exit(not os.path.samefile(sys.prefix, '$(VENV)'))" 2>/dev/null; then \
 	  echo "$(VENV) is activated, and is kept."; \
 	elif $(PYTHON) -c "import torch" 2>/dev/null; then \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
+	  packages=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	  $(PYTHON) -c "import site, sys; print(*site.getsitepackages() * (sys.prefix != sys.base_prefix), sep='\n')" \
+	    > "$$packages/torch-of-python.pth"; \
 	else \
 	  $(PYTHON) -m venv $(VENV); \
 	fi
+	@# Environments that uv makes have no pip.
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --default-pip
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e ".[all]"
 	@# torchtitan imports triton. GPU builds of torch include it, and the CPU build does not.

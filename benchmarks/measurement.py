@@ -52,7 +52,7 @@ class Options(Printed):
     nodes: tuple[int, ...] = (1, 8, 80)
     gpus_per_node: int = 8
     rounds: int = 9
-    """Rounds of each timing. The least counts."""
+    """Rounds of each timing, the first of which warms up. The least counts."""
 
 
 def least_seconds(tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:

@@ -57,8 +57,8 @@ def show(as_json: bool, **results: Any) -> None:
     for name, frame in frames.items():
         bytes_columns = frame.filter(like="_bytes").columns
         frame[bytes_columns] = frame[bytes_columns] / 2**20
-        frame.columns = frame.columns.str.replace("_bytes", " MiB").str.replace(
-            "_", " "
+        frame = frame.rename(
+            columns=lambda name: name.replace("_bytes", " MiB").replace("_", " ")
         )
         table = frame.to_string(index=False, na_rep="", float_format=_digits)
         print(f"{name}:\n{table}\n")

@@ -2,6 +2,7 @@
 and which environment is kept.
 """
 
+import os
 import subprocess
 import sys
 import venv
@@ -10,34 +11,53 @@ import pytest
 
 from tests.command_line import ROOT
 
-PIP = "import pathlib, sys; pathlib.Path({log!r}).open('a').write(' '.join(sys.argv[1:]) + '\\n')"
+PIP = """
+import sys
+if sys.argv[1] != "--version":
+    open({log!r}, "a").write(" ".join(sys.argv[1:]) + "\\n")
+"""
 # An interpreter outside of the environment. "-m venv" is written down, and does nothing, as
 # the environment is there already.
 OUTSIDE = """#!/bin/sh
 case "$*" in
   *"import torch"*) exit {status} ;;
   *"-m venv"*) echo "$*" >> {log} ;;
+  *"import site"*) ;;
   *) exit 1 ;;
 esac
 """
 
 
+def packages_of(environment):
+    name = f"python3.{sys.version_info.minor}"
+    return environment / "lib" / name / "site-packages"
+
+
 @pytest.fixture
 def environment(tmp_path):
-    """An environment without packages except this pip, and triton."""
-    folder = tmp_path / ".venv"
-    venv.create(folder, symlinks=True)
-    packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    (packages / "pip.py").write_text(PIP.format(log=str(tmp_path / "log")))
-    (packages / "triton.py").write_text("")
-    return packages
+    """The site-packages of an environment without pip."""
+    venv.create(tmp_path / ".venv", symlinks=True)
+    return packages_of(tmp_path / ".venv")
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    """A folder on Python's path with this pip, and triton."""
+    folder = tmp_path / "stubs"
+    folder.mkdir()
+    (folder / "pip.py").write_text(PIP.format(log=str(tmp_path / "log")))
+    (folder / "triton.py").write_text("")
+    return folder
 
 
 def make_setup(folder, python):
-    """Run make setup in a checkout whose environment is ``folder/.venv``."""
+    """Run make setup in a checkout whose environment is ``folder/.venv``, and return what
+    was written down.
+    """
     done = subprocess.run(
         ["make", "setup", f"VENV={folder}/.venv", f"PYTHON={python}"],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(folder / "stubs")},
         capture_output=True,
         text=True,
         timeout=60,
@@ -46,7 +66,7 @@ def make_setup(folder, python):
     return (folder / "log").read_text().splitlines()
 
 
-def test_an_activated_environment_is_kept(environment, tmp_path):
+def test_an_activated_environment_is_kept(environment, stubs, tmp_path):
     (environment / "torch.py").write_text("")
     config = tmp_path / ".venv" / "pyvenv.cfg"
     before = config.read_text()
@@ -56,7 +76,19 @@ def test_an_activated_environment_is_kept(environment, tmp_path):
     assert config.read_text() == before
 
 
-def test_an_activated_environment_whose_setup_was_interrupted(environment, tmp_path):
+def test_an_activated_environment_without_pip(environment, stubs, tmp_path):
+    """As uv makes them."""
+    (environment / "torch.py").write_text("")
+    (stubs / "pip.py").rename(tmp_path / "pip.py")
+    paths = f"{str(tmp_path / 'pip.py')!r}, {str(stubs / 'pip.py')!r}"
+    (stubs / "ensurepip.py").write_text(f"import os\nos.rename({paths})")
+    python = tmp_path / ".venv" / "bin" / "python"
+    assert make_setup(tmp_path, python) == ["install --quiet -e .[all]"]
+
+
+def test_an_activated_environment_whose_setup_was_interrupted(
+    environment, stubs, tmp_path
+):
     python = tmp_path / ".venv" / "bin" / "python"
     torch, project = make_setup(tmp_path, python)
     assert torch.startswith("install --quiet torch==")
@@ -64,7 +96,7 @@ def test_an_activated_environment_whose_setup_was_interrupted(environment, tmp_p
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
-def test_the_torch_of_the_interpreter(environment, tmp_path, has_torch):
+def test_the_torch_of_the_interpreter(environment, stubs, tmp_path, has_torch):
     """It is shown to the environment, and only where it is missing, torch is installed."""
     if has_torch:
         (environment / "torch.py").write_text("")
@@ -78,7 +110,23 @@ def test_the_torch_of_the_interpreter(environment, tmp_path, has_torch):
     assert installed[-1] == "install --quiet -e .[all]"
 
 
-def test_a_torch_in_the_environment_is_not_replaced(environment, tmp_path):
+def test_the_torch_of_another_environment(stubs, tmp_path):
+    """Python shows only the packages of the system to an environment that is made from
+    another one.
+    """
+    other = tmp_path / "other"
+    venv.create(other, symlinks=True)
+    torch = packages_of(other) / "torch.py"
+    torch.write_text("")
+    installed = make_setup(tmp_path, other / "bin" / "python")
+    assert installed == ["install --quiet -e .[all]"]
+    command = "import torch; print(torch.__file__)"
+    python = tmp_path / ".venv" / "bin" / "python"
+    found = subprocess.run([python, "-c", command], capture_output=True, text=True)
+    assert found.stdout.strip() == str(torch)
+
+
+def test_a_torch_in_the_environment_is_not_replaced(environment, stubs, tmp_path):
     """A user installed another torch into it; the system's interpreter has none."""
     (environment / "torch.py").write_text("")
     python = tmp_path / "python"
