@@ -38,6 +38,7 @@ from titan_disp.data.tokenizer import load_tokenizer
 from titan_disp.lab.sample import (
     CARD,
     documents,
+    shard_name,
     train_tokenizer,
     write_sample,
     write_split,
@@ -242,8 +243,7 @@ def link_many(folder: Path, count: int) -> None:
     (folder / "many").mkdir()
     files = cycle(sorted((folder / "en").glob("c4-train*.gz")))
     for i, file in zip(range(count), files, strict=False):
-        name = f"c4-train.{i:05d}-of-{count:05d}.json.gz"
-        os.link(file, folder / "many" / name)
+        os.link(file, folder / "many" / shard_name("train", i, count))
 
 
 def write_large(folder: Path) -> None:

@@ -98,6 +98,11 @@ def write_shard(path: Path, records: Iterable[dict[str, str]]) -> None:
             file.write((json.dumps(record) + "\n").encode())
 
 
+def shard_name(split: str, shard: int, files: int) -> str:
+    """Return the name of a file of a split, as in allenai/c4."""
+    return f"c4-{split}.{shard:05d}-of-{files:05d}.json.gz"
+
+
 def write_split(
     folder: Path, split: str, records: Sequence[dict[str, str]], files: int = 1
 ) -> None:
@@ -107,8 +112,7 @@ def write_split(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(files):
-        name = f"c4-{split}.{i:05d}-of-{files:05d}.json.gz"
-        write_shard(folder / name, records[i::files])
+        write_shard(folder / shard_name(split, i, files), records[i::files])
 
 
 def train_tokenizer(
