@@ -57,7 +57,7 @@ def main(
         ).values()
         halves = read_halves(texts, target.encode, documents)
         outcomes = abilities(target.load(torch.device("cpu"), "float32"), halves)
-        print(run.name, outcomes)
+        print(run.name, *(f"{name} {value:.4f}" for name, value in outcomes.items()))
         seeds = tuple(sorted(run.seeds.items()))
         rows += [
             value_row(Member(run.name, seeds, value), run.condition, metric)

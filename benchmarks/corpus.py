@@ -188,9 +188,8 @@ def is_prose(text: str) -> bool:
     solid = re.sub(r"\s+", "", text)
     ascii_characters = re.sub(r"[^\x00-\x7f]+", "", solid)
     letters = re.sub(r"[\W\d_]+", "", solid)
-    return len(ascii_characters) >= LEAST_ASCII * len(solid) and len(
-        letters
-    ) >= LEAST_LETTERS * len(solid)
+    is_ascii = len(ascii_characters) >= LEAST_ASCII * len(solid)
+    return is_ascii and len(letters) >= LEAST_LETTERS * len(solid)
 
 
 def runs_of_words(text: str) -> set[int]:
@@ -319,8 +318,8 @@ def downloaded(
     return digests, parts
 
 
-def build(options: Options, folder: Path) -> dict[str, Any]:
-    """Return the content of corpus.json, after writing the corpus into an empty folder."""
+def build(options: Options, folder: Path) -> None:
+    """Write the corpus into an empty folder."""
     if options.folder is None:
         sources, parts = downloaded(options)
     else:
@@ -363,7 +362,6 @@ def build(options: Options, folder: Path) -> dict[str, Any]:
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     page = templates(__file__, number=format).get_template("corpus.md.j2")
     (folder / "README.md").write_text(page.render(facts))
-    return facts
 
 
 def main(options: Options) -> dict[str, Any]:

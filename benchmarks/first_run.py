@@ -111,11 +111,12 @@ def command(stage: Stage, options: Options) -> list[str]:
     """Return the arguments of slurm/node.sh for a stage: "process" and the arguments of
     Python, or "ranks", a folder for logs, a module and its arguments.
     """
-    text = f"{stage.process or stage.ranks} {stage.large}"
+    more = stage.large
     debug = TABLE["debug"]
     if not options.gpus:
-        text = f"{stage.process or stage.ranks} {stage.small}"
+        more = stage.small
         debug = f"{debug} {TABLE['debug_small']}"
+    text = f"{stage.process or stage.ranks} {more}"
     argv = shlex.split(filled(text.replace("{debug}", debug), stage, options))
     if stage.process:
         return ["process", *argv]

@@ -51,8 +51,11 @@ def show(as_json: bool, **results: Any) -> None:
     frames = {name: pandas.DataFrame(rows) for name, rows in results.items()}
     if as_json:
         # pandas writes null for a number that a row does not have.
-        records = (frame.to_json(orient="records") for frame in frames.values())
-        print(json.dumps(dict(zip(frames, map(json.loads, records), strict=True))))
+        rows = {
+            name: json.loads(frame.to_json(orient="records"))
+            for name, frame in frames.items()
+        }
+        print(json.dumps(rows))
         return
     for name, frame in frames.items():
         bytes_columns = frame.filter(like="_bytes").columns

@@ -4,8 +4,9 @@ write the names that have moved or are gone into the last section of docs/port.m
     pip download --no-deps "torchtitan==0.3.*" --dest build
     python benchmarks/torchtitan_port.py build/torchtitan-0.3.0-py3-none-any.whl
 
-The sources are read with ast and symtable; nothing is imported or installed. A name that still exists
-may have other arguments. benchmarks/torchtitan_port.toml has the successors of names.
+The sources are read with ast and symtable; nothing is imported or installed. A name that
+still exists may have other arguments. benchmarks/torchtitan_port.toml has the successors of
+names.
 """
 
 import ast
