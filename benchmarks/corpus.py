@@ -97,7 +97,7 @@ class Options:
     out: tyro.conf.Positional[Path]
     """Folder to write.
 
-    It must not exist. A complete corpus of the same sources is kept.
+    It must be empty or not exist. A complete corpus of the same sources is kept.
     """
     folder: Path | None = None
     """Use this folder's texts instead of Debian's packages, without a held-back part."""
@@ -116,7 +116,10 @@ class Options:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Return the .deb file of NAME=VERSION, from the folder or from apt-get."""
+    """Return the .deb file of NAME=VERSION, from the folder or from apt-get.
+
+    Raises SystemExit if apt-get cannot download this version.
+    """
     name, _, version = package.partition("=")
     pattern = f"{name}_{version.replace(':', '%3a')}_*.deb"
     message = ""
@@ -180,8 +183,8 @@ def read(
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a text is long enough, has mostly words, and may be English,
-    according to its letters.
+    """Return whether a text is long enough, has mostly words, and may be English, as nearly
+    all of its characters are ASCII.
     """
     if len(text) < MIN_CHARACTERS:
         return False
@@ -319,7 +322,10 @@ def downloaded(
 
 
 def build(options: Options, folder: Path) -> None:
-    """Write the corpus into an empty folder."""
+    """Write the corpus into an empty folder.
+
+    Raises SystemExit if a package cannot be downloaded, or there are too few documents.
+    """
     if options.folder is None:
         sources, parts = downloaded(options)
     else:
@@ -334,7 +340,8 @@ def build(options: Options, folder: Path) -> None:
     }
     # of all texts for training and measurements, and of the tokenizer
     digest = hashlib.sha256()
-    for part, documents in parts.items():  # the main part comes first
+    # The main part comes first, and its training text makes the tokenizer of all parts.
+    for part, documents in parts.items():
         place = folder
         held_out = options.held_out
         if part == HELD_BACK:
@@ -365,7 +372,11 @@ def build(options: Options, folder: Path) -> None:
 
 
 def main(options: Options) -> dict[str, Any]:
-    """Return the content of corpus.json, of a new corpus or of a complete one."""
+    """Return the content of corpus.json, of a new corpus or of a complete one, and print the
+    corpus's README.
+
+    Raises SystemExit if the folder has other files, or a corpus of other sources or sizes.
+    """
     if not (options.out / "corpus.json").is_file():
         if options.out.exists() and any(options.out.iterdir()):
             raise SystemExit(

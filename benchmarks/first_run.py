@@ -109,7 +109,8 @@ def obstacle(stage: Stage, options: Options) -> str:
 
 def command(stage: Stage, options: Options) -> list[str]:
     """Return the arguments of slurm/node.sh for a stage: "process" and the arguments of
-    Python, or "ranks", a folder for logs, a module and its arguments.
+    Python, or "ranks", a folder for logs, a module and its arguments. Words of the table that
+    are for GPUs, or for none, are included.
     """
     more = stage.large
     debug = TABLE["debug"]

@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass
 class Printed:
-    """The option of all benchmarks."""
+    """The option of all benchmarks that print tables."""
 
     json: bool = False
     """Print only one JSON object."""

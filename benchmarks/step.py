@@ -4,8 +4,8 @@ second, overhead, peak memory.
     python benchmarks/step.py                                              # the demo's model on a CPU, the 0.6B on a GPU
     python benchmarks/step.py --config train_configs/debug.toml --json     # only an object with "rows"
 
-One rank runs TorchTitan's trainer on random tokens. Each estimator and sequence length
-has a separate process. The estimators take turns for --rounds rounds, and the round with
+One rank runs TorchTitan's trainer on random tokens. Each estimator, sequence length and
+round has a separate process. The estimators take turns for --rounds rounds, and the round with
 the fastest median step counts. "cpu seconds" are those of all threads, which depend less
 on other work on the machine. On a GPU, memory is the allocator's peak. On a CPU, it is the
 peak of the tensors of one more step, which torch's MemTracker counts. "planned" is the
@@ -81,7 +81,8 @@ def tracked_peak(trainer: Any, batches: Iterator[Any]) -> int:
 
 
 def measure(argv: list[str], warmup: int, steps: int) -> dict[str, Any]:
-    """Return the medians over steps and the peak memory, in this process.
+    """Return the medians over steps and the peak memory, in this process, whose environment
+    becomes that of a single rank.
 
     ``argv`` are the options of the config.
     """
